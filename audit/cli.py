@@ -1,0 +1,136 @@
+"""The command line: parses, calls, prints, exits. 0 PASS, 1 FAIL, 2 bad input, 3 INCONCLUSIVE, 70 our own bug."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import traceback
+from collections.abc import Sequence
+
+from audit import __version__
+
+EXIT_USAGE, EXIT_INTERNAL = 2, 70
+
+
+def parser() -> argparse.ArgumentParser:
+    """The argument parser of `lumotree-audit`."""
+    top = argparse.ArgumentParser(
+        prog="lumotree-audit",
+        description="Audit tree verifiers for hybrid language models: outputs and published state against a "
+        "sequential reference.",
+        epilog="exit codes: 0 PASS, 1 FAIL, 2 bad input, 3 INCONCLUSIVE, 70 internal error",
+    )
+    top.add_argument("--version", action="version", version=f"lumotree-audit {__version__}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    calibrate = commands.add_parser("calibrate", help="draw the calibration set and freeze an envelope")
+    _common(calibrate)
+    calibrate.add_argument("--force", action="store_true", help="replace an existing envelope")
+    check = commands.add_parser("check", help="judge a backend on the held-out set")
+    _common(check)
+    check.add_argument("--suite", choices=("component",), default="component", help="which suite to run")
+    check.add_argument("--only", action="append", default=[], metavar="CASE", help="run this case alone (repeatable)")
+    check.add_argument("--graph", action="store_true", help="replay captured CUDA graphs (needs a GPU)")
+    bench = commands.add_parser("bench", help="seconds and rows a second: reference, bank, path-parallel")
+    bench.add_argument("--shape", default="27B", help="main shape: 27B, tiny or micro")
+    bench.add_argument("--device", default="cpu", help="torch device")
+    bench.add_argument("--repeat", type=_positive, default=5, help="timed repetitions; the median is printed")
+    bench.add_argument("--backends", default="reference,bank,torch", help="comma-separated backends")
+    commands.add_parser("backends", help="list the backends that are known by name")
+    return top
+
+
+def _common(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--backend", default="torch", help="built-in name, entry point, or module:object")
+    sub.add_argument("--shape", default=None, help="main shape: 27B, tiny or micro (default: the backend's)")
+    sub.add_argument("--device", default="cpu", help="torch device, for example cuda")
+    sub.add_argument("--seed", type=_seed, default=1, help="seed of every draw (default 1)")
+    sub.add_argument("--sets", type=_positive, default=None, help="operand sets (default: the shape's, 2)")
+    sub.add_argument("--instances", type=_positive, default=None, help="layer instances (default: the shape's, 48)")
+    sub.add_argument("--envelope", default=None, metavar="FILE", help="envelope file (default: below envelopes/)")
+    sub.add_argument("--workers", type=_workers, default=None, help="worker processes, 0 = this one")
+    sub.add_argument("--report", default=None, metavar="DIR", help="write report.json, junit.xml, summary.md there")
+
+
+def _positive(text: str) -> int:
+    return _integer(text, 1)
+
+
+def _seed(text: str) -> int:
+    return _integer(text, 0)
+
+
+def _workers(text: str) -> int:
+    return _integer(text, 0)
+
+
+def _integer(text: str, least: int) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"expected an integer >= {least}, got {text!r}")
+    return int(text)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    args = parser().parse_args(words)
+    # Imported late, so that --help and usage errors do not wait for torch.
+    from lumotree.errors import InputError
+
+    try:
+        return _run(args, shlex.join(["lumotree-audit", *words]))
+    except InputError as refusal:
+        print(f"lumotree-audit: {refusal}", file=sys.stderr)
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        print("lumotree-audit: interrupted", file=sys.stderr)
+        return 130
+    except Exception:
+        traceback.print_exc()
+        print("lumotree-audit: internal error; this is a bug of the audit, not of the backend", file=sys.stderr)
+        return EXIT_INTERNAL
+
+
+def _run(args: argparse.Namespace, command: str) -> int:
+    if args.command == "backends":
+        from lumotree.backends.loader import known_backends
+
+        print("\n".join(known_backends()))
+        return 0
+    if args.command == "bench":
+        from audit.bench import run_bench
+
+        return run_bench(args.backends.split(","), args.shape, args.device, args.repeat)
+    return _audit(args, command)
+
+
+def _audit(args: argparse.Namespace, command: str) -> int:
+    from audit import suite
+    from audit.render import check_writable, write_report
+    from audit.render.terminal import print_report
+
+    options = suite.Options(
+        backend=args.backend,
+        shape=args.shape,
+        device=args.device,
+        seed=args.seed,
+        sets=args.sets,
+        instances=args.instances,
+        workers=args.workers,
+        only=tuple(getattr(args, "only", ())),
+        graph=getattr(args, "graph", False),
+        command=command,
+        envelope=args.envelope,
+    )
+    suite.check_device(options.device)
+    if args.report:
+        check_writable(args.report)
+    run = suite.calibrate(options, args.force) if args.command == "calibrate" else suite.check(options)
+    if args.report:
+        write_report(run.report, args.report, run.frame)
+    print_report(run.report)
+    return run.report.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

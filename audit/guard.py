@@ -1,0 +1,114 @@
+"""Memory that tells what was done to it: guard values round every tensor, poison in what must not be read, and
+snapshots that are compared bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from audit.distance import same_bits
+
+#: Elements in front of and behind each tensor. 64 x 2 bytes keeps 128-byte alignment for the tensor itself.
+GUARD = 64
+
+#: A quiet NaN with a payload that no arithmetic produces, so that an overwritten guard shows even if NaN is written.
+_CANARY = {torch.bfloat16: 0x7FC5, torch.float16: 0x7E05, torch.float32: 0x7FC0CAFE, torch.float64: 0x7FF80000CAFE0001}
+
+
+_INTEGERS = {
+    torch.bfloat16: torch.int16,
+    torch.float16: torch.int16,
+    torch.float32: torch.int32,
+    torch.float64: torch.int64,
+}
+
+
+def poison_(x: Tensor) -> Tensor:
+    """Fill with the canary NaN (floating point) or -1 (integers); in place."""
+    if x.is_floating_point():
+        x.view(_INTEGERS[x.dtype]).fill_(_CANARY[x.dtype])
+    else:
+        x.fill_(-1 if x.dtype != torch.bool else 0)
+    return x
+
+
+class Arena:
+    """Allocates tensors between guard values and says afterwards which guards were overwritten.
+
+    Guards are NaN, so that a read beyond a tensor poisons what it feeds, and are checked bitwise.
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        self.device = torch.device(device)
+        self._buffers: dict[str, Tensor] = {}
+
+    def empty(self, name: str, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
+        """A poisoned contiguous tensor; `name` is what a finding calls it."""
+        size = tuple(shape)
+        numel = 1
+        for n in size:
+            numel *= n
+        buffer = poison_(torch.empty(numel + 2 * GUARD, dtype=dtype, device=self.device))
+        self._buffers[name] = buffer
+        return buffer[GUARD : GUARD + numel].view(size)
+
+    def copy(self, name: str, source: Tensor) -> Tensor:
+        """A guarded copy of `source` on the arena's device."""
+        target = self.empty(name, source.shape, source.dtype)
+        target.copy_(source)
+        return target
+
+    def broken(self) -> list[str]:
+        """Names of the tensors round which a guard was overwritten."""
+        return [name for name, buffer in self._buffers.items() if not self._intact(buffer)]
+
+    @staticmethod
+    def _intact(buffer: Tensor) -> bool:
+        clean = poison_(torch.empty(GUARD, dtype=buffer.dtype, device=buffer.device))
+        return same_bits(buffer[:GUARD], clean) and same_bits(buffer[-GUARD:], clean)
+
+
+def tensors_of(nest: Any, name: str = "") -> dict[str, Tensor]:
+    """Every tensor in a nest of dataclasses, dicts, lists, tuples and plain objects, by dotted name."""
+    if isinstance(nest, Tensor):
+        return {name: nest}
+    if is_dataclass(nest) and not isinstance(nest, type):
+        items: Iterable[tuple[Any, Any]] = [(f.name, getattr(nest, f.name)) for f in fields(nest)]
+    elif isinstance(nest, Mapping):
+        items = list(nest.items())
+    elif isinstance(nest, list | tuple):
+        items = list(enumerate(nest))
+    elif hasattr(nest, "__dict__") and not isinstance(nest, type) and not callable(nest):
+        items = list(vars(nest).items())
+    else:
+        return {}
+    found: dict[str, Tensor] = {}
+    for key, value in items:
+        found |= tensors_of(value, f"{name}.{key}" if name else str(key))
+    return found
+
+
+class Snapshot:
+    """Copies of the tensors of a nest, for bitwise comparison and for rewinding in place."""
+
+    def __init__(self, nest: Any) -> None:
+        self._live = tensors_of(nest)
+        self._saved = {name: t.clone() for name, t in self._live.items()}
+
+    def changed(self) -> list[str]:
+        """Names of tensors whose bits are no longer what they were."""
+        return [name for name, t in self._live.items() if not same_bits(t, self._saved[name])]
+
+    def restore(self) -> None:
+        """Write the saved values back, keeping addresses (captured graphs hold them)."""
+        for name, tensor in self._live.items():
+            tensor.copy_(self._saved[name])
+
+    def saved(self, name: str) -> Tensor:
+        """The value at the time of the snapshot."""
+        return self._saved[name]

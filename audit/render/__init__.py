@@ -1,0 +1,51 @@
+"""A report on disk: every file of it, or none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+
+from audit.files import probe_writable, write_atomically
+from audit.frame import FRAME_FILES, frame_bytes
+from audit.render.json import render_json
+from audit.render.junit import render_junit
+from audit.render.markdown import render_markdown
+from audit.report import Report
+from lumotree.errors import ReportError
+
+__all__ = ["check_writable", "write_report"]
+
+
+def check_writable(folder: str | Path) -> None:
+    """Make the folder and prove that files can be made in it: ask before a long run. Raises ReportError."""
+    target = Path(folder)
+    try:
+        probe_writable(target)
+    except OSError as cause:
+        raise ReportError(
+            f"report folder {target}: expected a writable folder, found: {cause}; choose another"
+        ) from cause
+
+
+def write_report(report: Report, folder: str | Path, frame: pd.DataFrame | None = None) -> list[Path]:
+    """Write report.json, junit.xml, summary.md and, with a frame, the per-cell results; return the paths.
+
+    Files of an earlier report in the same folder are replaced, and its per-cell results do not stay behind.
+    Raises ReportError, before anything is written, for a folder that cannot be written to.
+    """
+    target = Path(folder)
+    texts = {"report.json": render_json, "junit.xml": render_junit, "summary.md": render_markdown}
+    contents = {target / name: render(report).encode() for name, render in texts.items()}
+    if frame is not None:
+        name, data = frame_bytes(frame)
+        contents[target / name] = data
+    check_writable(target)
+    try:
+        write_atomically(contents)
+        for stale in (target / name for name in FRAME_FILES):
+            if stale not in contents:
+                stale.unlink(missing_ok=True)
+    except OSError as cause:
+        raise ReportError(f"report folder {target}: cannot write the report: {cause}") from cause
+    return list(contents)

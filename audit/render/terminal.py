@@ -1,0 +1,203 @@
+"""The report that a person reads in ten seconds. It must say the same without colour, in a log, at 80 columns."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from audit.render.progress import Progress
+from audit.render.text import controls_seen, count, headline, last_lines, number, outcome, place
+from audit.report import Check, Control, Finding, Report
+
+__all__ = ["MAX_FINDINGS", "Progress", "print_report"]
+
+#: More findings than this stay in report.json only.
+MAX_FINDINGS = 5
+
+#: Part of a check's id -> the line that it is merged into when it passed.
+_MERGED = (
+    (".small.", "small trees, odd sizes"),
+    (".envelope.", "frozen envelope"),
+    (".repeat.", "run again, all else same"),
+    (".rotation.", "run again, all else same"),
+    (".untouched.", "run again, all else same"),
+    (".derived.", "against float64"),
+)
+
+_STYLES = {"pass": "green", "fail": "bold red", "inconclusive": "bold yellow", "info": "dim"}
+_VERDICTS = {"PASS": "bold green", "FAIL": "bold red", "INCONCLUSIVE": "bold yellow"}
+_SHORT_STATUS = {"inconclusive": "open"}
+
+
+def print_report(report: Report, console: Console | None = None, max_findings: int = MAX_FINDINGS) -> None:
+    """Print headline, checks, controls, findings and warnings; the very last line is the verdict.
+
+    Column `x bound` is the largest value as a multiple of its bound.
+    """
+    out = console or Console()
+    _say(out, headline(report), "dim")
+    out.print(_check_table(report.checks))
+    _print_notes(out, report.checks)
+    _print_coverage(out, report)
+    if report.controls:
+        _print_controls(out, report)
+    _print_findings(out, report, max_findings)
+    for warning in report.warnings:
+        _say(out, f"warning: {warning}", "yellow")
+    if report.verdict != "PASS":
+        for reason in report.reasons:
+            _say(out, f"- {reason}", _VERDICTS[report.verdict])
+    _say(out, _fitting(report, out.width), _VERDICTS[report.verdict])
+
+
+def _say(out: Console, text: str, style: str = "") -> None:
+    # Text, not str: file names and shapes contain brackets, which rich would read as markup.
+    out.print(Text(text, style=style), highlight=False)
+
+
+def _plain_table() -> Table:
+    return Table(box=None, pad_edge=False, padding=(0, 1), header_style="bold", show_edge=False)
+
+
+def _check_table(checks: tuple[Check, ...]) -> Table:
+    table = _plain_table()
+    table.add_column("check", overflow="fold")
+    table.add_column("surface", overflow="fold")
+    table.add_column("rung", overflow="fold")
+    for name in ("cells", "bitwise", "x bound"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("status", no_wrap=True)
+    for c in condensed(checks):
+        cells, bits, ratio = count(c.cells), count(c.bitwise_cells), number(c.worst_ratio)
+        status = Text(_SHORT_STATUS.get(c.status, c.status), style=_STYLES[c.status])
+        table.add_row(Text(c.title), Text(c.surface), Text(c.rung), cells, bits, ratio, status)
+    return table
+
+
+def condensed(checks: tuple[Check, ...]) -> list[Check]:
+    """Checks with those that passed and belong together merged into one line each; every other one as it is.
+
+    Merged lines add up cells and keep the worst ratio; report.json has them apart.
+    """
+    lines: list[Check] = []
+    at: dict[tuple[str, str], int] = {}
+    for check in checks:
+        title = next((t for part, t in _MERGED if part in f".{check.id}."), None)
+        if title is None or check.status != "pass":
+            lines.append(check)
+            continue
+        key = (title, check.surface)
+        if key in at:
+            lines[at[key]] = _merge(lines[at[key]], check)
+        else:
+            at[key] = len(lines)
+            lines.append(replace(check, title=title))
+    return lines
+
+
+def _merge(a: Check, b: Check) -> Check:
+    worst = [c.worst_ratio for c in (a, b) if c.worst_ratio is not None]
+    bits = [c.bitwise_cells for c in (a, b) if c.bitwise_cells is not None]
+    return replace(
+        a,
+        rung=a.rung if a.rung == b.rung else "all",
+        cells=a.cells + b.cells,
+        bitwise_cells=sum(bits) if bits else None,
+        worst_ratio=max(worst, default=None),
+    )
+
+
+def _print_notes(out: Console, checks: tuple[Check, ...]) -> None:
+    """Print what would puzzle a reader of the table; notes of other checks than passed ones return as reasons."""
+    for check in checks:
+        over = check.status == "pass" and (check.worst_ratio or 0) > 1
+        if check.note and (over or check.status == "info"):
+            _say(out, f"note: {check.title}: {check.note}", "dim")
+
+
+def _print_coverage(out: Console, report: Report) -> None:
+    partly = [f"{surface} {state}" for surface, state in report.coverage.items() if state != "covered"]
+    if partly:
+        _say(out, f"coverage: {', '.join(partly)}", "yellow")
+
+
+def _print_controls(out: Console, report: Report) -> None:
+    """One line per kind of fault with the surfaces that saw it; a control that went wrong gets its own words."""
+    seen, total = controls_seen(report)
+    out.print()
+    table = _plain_table()
+    table.add_column(f"control ({seen}/{total} detected)", overflow="fold")
+    table.add_column("result", overflow="fold")
+    table.add_column("least x bound", justify="right", no_wrap=True)
+    kinds: dict[str, list[Control]] = {}
+    for control in report.controls:
+        kinds.setdefault(control.fault.rpartition(".")[0] or control.fault, []).append(control)
+    for kind, controls in kinds.items():
+        ratios = [c.ratio for c in controls if c.ratio is not None]
+        fault = kind.replace("_", " ") if controls[0].expect == "detected" else f"{kind.replace('_', ' ')} (harmless)"
+        table.add_row(Text(fault), _outcomes(controls), number(min(ratios, default=None)))
+    out.print(table)
+
+
+def _outcomes(controls: list[Control]) -> Text:
+    wrong = [c for c in controls if not c.as_expected]
+    if wrong:
+        lines = [(c.fault.rpartition(".")[0] and c.fault.rpartition(".")[2] + ": ") + outcome(c) for c in wrong]
+        return Text("\n".join(lines), style=_control_style(wrong[0]))
+    word = "seen by" if controls[0].expect == "detected" else "not flagged by"
+    surfaces = ", ".join(c.fault.rpartition(".")[2] for c in controls)
+    return Text(f"{word} {surfaces}", style=_control_style(controls[0]))
+
+
+def _control_style(control: Control) -> str:
+    return _STYLES["pass" if control.as_expected else "inconclusive"]
+
+
+def _print_findings(out: Console, report: Report, limit: int) -> None:
+    for finding in report.findings[:limit]:
+        out.print()
+        where = ", ".join(part for part in (finding.case, place(finding)) if part)
+        _say(out, f"{finding.check}: {where}: {number(finding.got)}, allowed {number(finding.allowed)}", "red")
+        _print_command(out, finding)
+    more = len(report.findings) - limit
+    if more > 0:
+        _say(out, f"{more} more findings in report.json (--report DIR)")
+    if report.findings:
+        out.print()
+
+
+def _print_command(out: Console, finding: Finding) -> None:
+    for line in _command_lines(finding.reproduce, out.width):
+        # Never folded by rich: a command must survive copy and paste, even a word longer than the terminal.
+        out.print(Text(line), soft_wrap=True, highlight=False)
+
+
+def _command_lines(command: str, width: int) -> list[str]:
+    """Break a shell command between words, each line but the last ending in a backslash."""
+    try:
+        words = [shlex.quote(word) for word in shlex.split(command)]
+    except ValueError:
+        return [f"  {command}"]
+    # Pipes, variables and double quotes would change their meaning when quoted again: leave such a command alone.
+    if " ".join(words) != " ".join(command.split()):
+        return [f"  {command}"]
+    lines, line = [], " "
+    for word in words:
+        if len(line) + 1 + len(word) + 2 > width and line.strip():
+            lines.append(f"{line} \\")
+            line = "   "
+        line = f"{line} {word}"
+    return [*lines, line]
+
+
+def _fitting(report: Report, width: int) -> str:
+    """Return the longest closing line that fits; the verdict always stays, and a long reason is cut visibly."""
+    options = last_lines(report)
+    for line in options:
+        if len(line) <= width:
+            return line
+    return options[-1][: max(width - 3, 0)] + "..."

@@ -1,0 +1,94 @@
+"""Short forms of numbers that all renderers share."""
+
+from __future__ import annotations
+
+from math import isfinite, isnan
+from pathlib import PurePath
+
+from audit.report import Check, Control, Finding, Report, judged_cells
+
+#: Width of a shortened hash in text.
+SHORT_HASH = 6
+
+
+def count(value: int | None) -> str:
+    """Return a count with thousands separators, `-` for none."""
+    return "-" if value is None else f"{value:,}"
+
+
+def number(value: str | float | None) -> str:
+    """Return four significant digits, `inf`, a rule's name as it is, or `-`."""
+    if value is None or isinstance(value, str):
+        return value or "-"
+    if isnan(value):
+        return "nan"
+    if not isfinite(value):
+        return "inf" if value > 0 else "-inf"
+    return f"{value:.4g}"
+
+
+def place(finding: Finding) -> str:
+    """Return where a finding is, naming only the indices that apply: `request 0, layer 3, row 12`."""
+    parts = [(name, getattr(finding, name)) for name in ("request", "layer", "row", "head")]
+    return ", ".join(f"{name} {value}" for name, value in parts if value is not None)
+
+
+def outcome(control: Control) -> str:
+    """Return what became of a control, in a word or two."""
+    if control.cases == 0:
+        return "no case"
+    if control.expect == "harmless":
+        return f"FLAGGED by {control.by}" if control.detected else "not flagged"
+    return str(control.by) if control.detected else "MISSED"
+
+
+def headline(report: Report) -> str:
+    """Return one line that says what ran, on what, for how long."""
+    facts = report.environment
+    device = facts.get("gpu") or facts.get("processor") or "unknown device"
+    parts = [f"{report.suite} on {report.backend}", str(device), f"torch {facts.get('torch', '?')}"]
+    parts += [f"seed {report.seed}", f"{report.wall_s:.1f} s"]
+    if report.peak_mib is not None:
+        parts.append(f"{report.peak_mib:,.0f} MiB")
+    return ", ".join(parts)
+
+
+def last_lines(report: Report) -> list[str]:
+    """Return the closing line in several lengths, longest first; a renderer takes the first that fits."""
+    start = f"{report.verdict}  {report.backend}  {report.suite}"
+    if report.verdict == "FAIL":
+        failed = [c.id for c in report.checks if c.status == "fail"]
+        short = f"{start}  {len(failed)} of {len(report.checks)} checks failed"
+        return [f"{short}: {', '.join(failed)}", f"{short}, first {failed[0]}", short]
+    if report.verdict == "INCONCLUSIVE":
+        first, more = report.reasons[0], len(report.reasons) - 1
+        rest = f" (+{more} more)" if more else ""
+        return [f"{start}  {first}{rest}", f"{report.verdict}  {first}{rest}", f"{report.verdict}  {first}"]
+    cells = _cells(report.checks)
+    seen, total = controls_seen(report)
+    middle = f"{start}  {cells}, {seen}/{total} controls"
+    if report.envelope is None:
+        return [f"{middle} detected", middle, start]
+    name, digest = PurePath(report.envelope.path).name, report.envelope.sha256[:SHORT_HASH]
+    return [
+        f"{middle} detected, envelope {name} ({digest}..)",
+        f"{middle}, {name} ({digest}..)",
+        f"{middle}, envelope {digest}..",
+        middle,
+        start,
+    ]
+
+
+def controls_seen(report: Report) -> tuple[int, int]:
+    """Return how many of the controls that must be detected were, and how many there are."""
+    positive = [c for c in report.controls if c.expect == "detected"]
+    return sum(c.as_expected for c in positive), len(positive)
+
+
+def _cells(checks: tuple[Check, ...]) -> str:
+    """Say how many cells are bitwise if any rung asked for that, else how many were judged."""
+    bitwise = [c for c in checks if c.rung == "bitwise" and c.bitwise_cells is not None]
+    if not bitwise:
+        return f"{judged_cells(checks):,} cells judged"
+    same, cells = sum(c.bitwise_cells or 0 for c in bitwise), sum(c.cells for c in bitwise)
+    return f"{same:,} cells bitwise" if same == cells else f"{same:,} of {cells:,} cells bitwise"

@@ -1,0 +1,99 @@
+"""One backend on one case: verify, publish, rewind, with everything poisoned before and compared after."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from audit.cases import Case
+from audit.guard import Snapshot, poison_
+from lumotree.backends.batch import accepted_paths
+from lumotree.backends.protocol import SURFACES, AttentionOps, Batch, ConvOps, GdnOps, Limits, covered_surfaces
+from lumotree.state import State
+
+Ops = GdnOps | ConvOps | AttentionOps
+
+
+class Stage:
+    """A backend's workspace and outputs for one case. The case's pools are changed and can be rewound.
+
+    surfaces: those whose verify method the backend has.
+    """
+
+    def __init__(self, backend: Any, case: Case, surfaces: Sequence[str] | None = None) -> None:
+        self.backend, self.case = backend, case
+        covered = covered_surfaces(backend)
+        self.surfaces = [s for s in SURFACES if covered[s][0] and (surfaces is None or s in surfaces)]
+        self.publishes = [s for s in self.surfaces if covered[s][1]]
+        d, rows = case.dims, case.batch.rows
+        limits = Limits(case.batch.requests, rows, self.longest, case.slots, d.layers)
+        self.ws = backend.allocate(d, limits, case.device)
+        shapes = {
+            "gdn": (rows, d.hv, d.dv),
+            "conv": (rows, d.conv_channels),
+            "attention": (rows, d.q_heads, d.head_dim),
+        }
+        self.out: list[dict[str, Tensor]] = [
+            {s: case.arena.empty(f"out.{s}[{layer}]", shapes[s], torch.bfloat16) for s in self.surfaces}
+            for layer in range(d.layers)
+        ]
+        self.inputs = Snapshot({"gdn": case.gdn, "conv": case.conv, "attention": case.attention, "batch": case.batch})
+        self.before = Snapshot(case.pools)
+
+    @property
+    def longest(self) -> int:
+        """Longest accepted path of the case; the same for all trees of one size, so that graphs can be replayed."""
+        return max(t.n if self.case.spec.pad_rows else t.max_depth + 1 for t in self.case.trees)
+
+    def operands(self, surface: str, layer: int) -> Ops:
+        """Operands of a surface and layer."""
+        by_surface: dict[str, Sequence[Ops]] = {
+            "gdn": self.case.gdn,
+            "conv": self.case.conv,
+            "attention": self.case.attention,
+        }
+        return by_surface[surface][layer]
+
+    def pool(self, surface: str) -> Any:
+        """What the methods of a surface read and write."""
+        p = self.case.pools
+        return {"gdn": p.recurrent, "conv": p.conv, "attention": p.cache}[surface]
+
+    def verify(self) -> None:
+        """Poison the outputs, then verify every layer and surface; remembers the state to rewind to."""
+        for layer, outs in enumerate(self.out):
+            for surface in self.surfaces:
+                self.run_verify(surface, layer, self.operands(surface, layer), self.case.batch, poison_(outs[surface]))
+        self.verified = Snapshot(self.case.pools)
+        self.recorded = Snapshot(self.ws)
+
+    def run_verify(self, surface: str, layer: int, ops: Ops, batch: Batch, out: Tensor) -> None:
+        """One verify call."""
+        getattr(self.backend, SURFACES[surface][0])(ops, self.pool(surface), batch, self.ws, out, layer)
+
+    def publish(self, paths: Sequence[Sequence[int]], layers: Iterable[int] | None = None) -> None:
+        """Publish one accepted path for each live request, padding requests excepted, in all layers."""
+        chosen = list(range(self.case.dims.layers)) if layers is None else list(layers)
+        padding: list[Sequence[int]] = [()] * self.case.spec.padding
+        accepted = accepted_paths([*paths, *padding], self.case.device, self.longest)
+        for surface in self.publishes:
+            method = getattr(self.backend, SURFACES[surface][1])
+            method(self.pool(surface), self.case.batch, accepted, self.ws, chosen)
+
+    def rewind(self) -> None:
+        """Back to the moment after verify."""
+        self.verified.restore()
+        self.recorded.restore()
+
+    def reset(self) -> None:
+        """Back to the moment before verify; inputs too, in case a broken backend changed them."""
+        self.before.restore()
+        self.inputs.restore()
+
+    def export(self, request: int, layer: int) -> State:
+        """Canonical state of a request's slot."""
+        state: State = self.backend.export(self.case.pools, self.ws, self.case.state_slots[request], layer)
+        return state

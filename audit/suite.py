@@ -1,0 +1,268 @@
+"""The component suite as a user runs it: calibrate an envelope, check against it."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from audit import assemble, envelope
+from audit.cases import CaseSpec, family_sha256
+from audit.component import CaseResult
+from audit.environment import code_sha256, environment, object_sha256
+from audit.families import SHAPES, Shape, family, fits, replayed_cases, units
+from audit.frame import cells_frame
+from audit.report import Check, EnvelopeRef, Report, decide
+from audit.runner import run_cases
+from lumotree.backends.loader import load_backend
+from lumotree.backends.protocol import SURFACES, covered_surfaces
+from lumotree.errors import InputError
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a run was asked for. shape None: the backend's default. sets, instances None: the shape's own."""
+
+    backend: str = "torch"
+    shape: str | None = None
+    device: str = "cpu"
+    seed: int = 1
+    sets: int | None = None
+    instances: int | None = None
+    workers: int | None = None
+    only: tuple[str, ...] = ()
+    graph: bool = False
+    command: str = "lumotree-audit check"
+    envelope: str | None = None
+
+
+@dataclass
+class Run:
+    """A finished run: the report and the frame of per-unit values."""
+
+    report: Report
+    frame: Any = None
+    results: list[CaseResult] = field(default_factory=list)
+
+
+def shape_of(options: Options, backend: Any) -> Shape:
+    """The main shape of a run: as asked, else the real one, else what an interpreter can do in seconds."""
+    name = options.shape or ("micro" if getattr(backend, "interpreted", False) else "27B")
+    if name not in SHAPES:
+        raise InputError(f"--shape: expected one of {', '.join(SHAPES)}, got {name!r}")
+    return SHAPES[name]
+
+
+def default_envelope(options: Options, shape: Shape) -> Path:
+    """Where calibrate writes and check looks: `envelopes/BACKEND-SHAPE[-gpu].json` below the current folder."""
+    name = options.backend.replace(":", "-").replace("/", "-").replace(".", "-")
+    suffix = "" if torch.device(options.device).type == "cpu" else "-gpu"
+    return Path(options.envelope or f"envelopes/{name}-{shape.name}{suffix}.json")
+
+
+def arm_of(backend: Any) -> str:
+    """Whose errors the envelope holds: the one-token chain, or the tree itself where it is another algebra."""
+    return "native" if backend.contract.claims == "bitwise" else "verify"
+
+
+def check_device(device: str) -> None:
+    """Raise InputError for a device that torch does not know or that is not there."""
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        raise InputError(f"--device: expected a torch device such as cpu or cuda, got {device!r}") from None
+    if kind not in ("cpu", "cuda"):
+        raise InputError(f"--device: expected cpu or cuda, got {device!r}")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise InputError(f"--device {device}: expected an NVIDIA GPU, found none")
+
+
+def calibrate(options: Options, force: bool = False) -> Run:
+    """Draw the calibration set, judge it, measure the arm, freeze an envelope and write it.
+
+    Raises EnvelopeError when the file exists (without `force`) or cannot be written, before anything is run. The
+    envelope is written only if the calibration set itself passes.
+    """
+    started = time.perf_counter()
+    backend = load_backend(options.backend)
+    shape = shape_of(options, backend)
+    path = default_envelope(options, shape)
+    envelope.check_target(path, force)
+    specs = units(shape, "calibration", options.seed, sets=options.sets, instances=options.instances)
+    arm = arm_of(backend)
+    results = run_cases(
+        options.backend, _fitting(specs, backend), device=options.device, arm=arm, workers=options.workers,
+        label="calibration",
+    )  # fmt: skip
+    frozen = envelope.freeze(
+        assemble.unit_statistics(results),
+        backend=options.backend,
+        contract=backend.contract,
+        dims=shape.dims,
+        shape=shape.name,
+        arm=arm,
+        trees=[shape.tree],
+        planned=len(specs),
+        case_sha256=family_sha256(specs),
+        code_sha256=code_sha256(),
+        backend_sha256=object_sha256(backend),
+        seed=options.seed,
+        environment=environment_on(options.device),
+    )
+    ref = EnvelopeRef(str(path), frozen.sha256, frozen.guarantee)
+    run = _report(options, backend, shape, results, [], ref, started, "calibration", ())
+    if run.report.verdict == "PASS":
+        envelope.save(frozen, path, force)
+        return run
+    note = f"envelope {path} not written: the calibration set did not pass"
+    return replace(run, report=replace(run.report, envelope=None, warnings=(*run.report.warnings, note)))
+
+
+def check(options: Options) -> Run:
+    """Judge the held-out set and the small cases; with `only`, the named cases alone and no envelope.
+
+    Raises InputError for an envelope that does not apply, an unknown case, or a backend that refuses a case.
+    """
+    started = time.perf_counter()
+    backend = load_backend(options.backend)
+    shape = shape_of(options, backend)
+    specs = family(shape, "heldout", options.seed, options.sets, options.instances)
+    if options.graph:
+        specs = [s for s in specs if s.unit] + replayed_cases(shape, "heldout", options.seed)
+    ref: EnvelopeRef | None = None
+    frozen: envelope.Envelope | None = None
+    warnings: list[str] = []
+    if options.only:
+        specs = _chosen(options.only, specs, units(shape, "calibration", options.seed))
+    else:
+        ref, frozen, warnings = _load_envelope(options, backend, shape)
+    fitting = _fitting(specs, backend)
+    if len(fitting) < len(specs):
+        left = len(specs) - len(fitting)
+        warnings.append(f"{left} of {len(specs)} cases left out: the contract takes no such trees")
+    results = run_cases(
+        options.backend, fitting, device=options.device, workers=options.workers, graph=options.graph, label="held-out"
+    )
+    judged = envelope.judge(frozen, assemble.unit_statistics(results)) if frozen else []
+    return _report(
+        options, backend, shape, results, assemble.envelope_checks(judged), ref, started, "component", warnings
+    )
+
+
+def _fitting(specs: Sequence[CaseSpec], backend: Any) -> list[CaseSpec]:
+    return [s for s in specs if fits(s, backend.contract)]
+
+
+def _chosen(only: Sequence[str], *pools: Sequence[CaseSpec]) -> list[CaseSpec]:
+    known = {s.id: s for pool in pools for s in pool}
+    unknown = [name for name in only if name not in known]
+    if unknown:
+        near = [i for i in known if unknown[0].rsplit("/", 1)[-1] in i][:3] or list(known)[:3]
+        raise InputError(f"--only: unknown case {unknown[0]!r}; for example: {', '.join(near)}")
+    return [known[name] for name in only]
+
+
+def _load_envelope(options: Options, backend: Any, shape: Shape) -> tuple[EnvelopeRef, envelope.Envelope, list[str]]:
+    path = default_envelope(options, shape)
+    loaded = envelope.load(path)
+    warnings = envelope.check_applies(
+        loaded,
+        contract=backend.contract,
+        dims=shape.dims,
+        shape=shape.name,
+        backend=options.backend,
+        arm=arm_of(backend),
+        code_sha256=code_sha256(),
+        trees=[shape.tree],
+        backend_sha256=object_sha256(backend),
+        environment=environment_on(options.device),
+        where=str(path),
+    )
+    if loaded.seed == options.seed and loaded.case_sha256 == family_sha256(units(shape, "heldout", options.seed)):
+        raise InputError(f"envelope {path}: made from the held-out cases themselves; recalibrate")
+    return EnvelopeRef(str(path), loaded.sha256, loaded.guarantee), loaded, warnings
+
+
+def environment_on(device: str) -> dict[str, Any]:
+    """Facts of the environment; the GPU only where the run uses it, so that a CPU envelope does not depend on it."""
+    facts = environment()
+    return facts if torch.device(device).type == "cuda" else {**facts, "gpu": None}
+
+
+def _report(
+    options: Options,
+    backend: Any,
+    shape: Shape,
+    results: Sequence[CaseResult],
+    enveloped: Sequence[Check],
+    ref: EnvelopeRef | None,
+    started: float,
+    suite: str,
+    warnings: Sequence[str],
+) -> Run:
+    claims = backend.contract.claims
+    covered = covered_surfaces(backend)
+    surfaces = [s for s in SURFACES if all(covered[s])]
+    main = [r for r in results if r.spec.unit]
+    small = [r for r in results if not r.spec.unit]
+    checks = [
+        *assemble.main_checks(assemble.merged(main), claims),
+        *assemble.inactive_check(main, "gdn"),
+        *assemble.small_checks(assemble.merged(small), claims),
+        *enveloped,
+    ]
+    controls = assemble.controls_of(results, surfaces, partial=bool(options.only) or suite == "calibration")
+    doubts = assemble.doubts_of(results, [s for s in SURFACES if covered[s][0]])
+    coverage = {
+        s: "covered" if all(covered[s]) else "verify only" if covered[s][0] else "not covered" for s in SURFACES
+    }
+    verdict, reasons = decide(checks, controls, coverage, controls_required=not options.only, doubts=doubts)
+    return Run(
+        Report(
+            verdict=verdict,
+            reasons=reasons,
+            suite=f"{suite} {shape.name} {shape.tree}",
+            backend=options.backend,
+            contract=backend.contract.as_dict(),
+            environment=environment_on(options.device),
+            envelope=ref,
+            coverage=coverage,
+            checks=tuple(checks),
+            controls=tuple(controls),
+            findings=tuple(assemble.findings_of(assemble.merged(results), claims, _reproduce(options))),
+            seed=options.seed,
+            command=options.command,
+            wall_s=round(time.perf_counter() - started, 2),
+            peak_mib=_peak_mib(),
+            horizon=assemble.horizon_of(results),
+            warnings=tuple(warnings),
+            created=environment()["date"],
+        ),
+        cells_frame(assemble.cell_records(results)) if any(r.statistics for r in results) else None,
+        list(results),
+    )
+
+
+def _reproduce(options: Options) -> str:
+    words = ["lumotree-audit check", f"--backend {options.backend}", f"--seed {options.seed}"]
+    if options.shape:
+        words.append(f"--shape {options.shape}")
+    if options.device != "cpu":
+        words.append(f"--device {options.device}")
+    if options.graph:
+        words.append("--graph")
+    return " ".join([*words, "--only {case}"])
+
+
+def _peak_mib() -> float:
+    """Peak resident memory of this process and of its largest worker, times the workers' number at most, in MiB."""
+    unit = 1024 if sys.platform != "darwin" else 1024 * 1024
+    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    return round((own + 2 * children) / unit, 1)

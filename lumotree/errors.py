@@ -1,0 +1,34 @@
+"""Bad input has one family of exceptions; the command line turns it into exit code 2.
+
+A traceback that is not one of these is a bug of ours.
+"""
+
+from __future__ import annotations
+
+
+class InputError(ValueError):
+    """Input that the toolkit refuses. The message says what was expected, what came, where, what to do."""
+
+
+class TreeError(InputError):
+    """A tree descriptor is malformed. Remedy: fix the row that the message names."""
+
+
+class PathError(InputError):
+    """An accepted path is not parent-linked, is empty, too long or leaves the tree."""
+
+
+class ContractError(InputError):
+    """Tensors do not have the shape, dtype, layout or finiteness that the contract demands."""
+
+
+class BackendError(InputError):
+    """A backend cannot be loaded or does not fit the protocol. Remedy: see `lumotree.backends.protocol`."""
+
+
+class EnvelopeError(InputError):
+    """An envelope is missing, damaged, edited, or was made for something else. Remedy: recalibrate."""
+
+
+class ReportError(InputError):
+    """A report cannot be written or read."""

@@ -1,0 +1,1 @@
+"""Path-parallel verification and publication in torch: one shared recurrent step, conv and tree attention."""

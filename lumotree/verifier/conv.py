@@ -1,0 +1,70 @@
+"""Causal convolution over tree paths: every row reads its own ancestors' inputs, reaching back into the history.
+
+Only elementwise products and additions in a spelled-out order, and an exp of fixed shape per row: no row's bits
+depend on the others (see `lumotree.verifier.step`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lumotree.backends.protocol import Batch
+from lumotree.verifier.lanes import Lane, ancestor_rows
+from lumotree.verifier.step import rowwise
+
+
+def silu(x: Tensor) -> Tensor:
+    """fp32 `x / (1 + exp(-x))` of `x [T, D]`."""
+    return x / (1.0 + rowwise(torch.exp, -x))
+
+
+def windows(x: Tensor, history: Tensor, batch: Batch, width: int) -> tuple[list[int], Tensor]:
+    """Active rows, and their windows bf16 `[rows, width, D]`: `width - 1` earlier inputs and their own, oldest first.
+
+    x: bf16 `[T, D]`; history: one layer's pool `[S, D, width - 1]`.
+    """
+    slots, request = batch.state_slot.tolist(), batch.row_request.tolist()
+    paths = ancestor_rows(batch)
+    live = sorted({request[row] for row in paths})
+    base = {r: x.shape[0] + i * (width - 1) for i, r in enumerate(live)}
+    past = history[torch.tensor([slots[r] for r in live], dtype=torch.int64, device=x.device)]
+    source = torch.cat([x, past.transpose(1, 2).reshape(-1, x.shape[1])])
+    index = []
+    for row, path in paths.items():
+        committed = [base[request[row]] + j for j in range(width - 1)]
+        index.append([*committed, *path][-width:])
+    taken = torch.tensor(index, dtype=torch.int64, device=x.device).reshape(-1, width)
+    return list(paths), source[taken]
+
+
+def convolve(window: Tensor, weight: Tensor, form: str) -> Tensor:
+    """bf16 `[rows, D]`: taps of `window [rows, W, D]` summed oldest first in fp32, then SiLU.
+
+    weight: bf16 `[D, W]`. form: "fp32", or "bf16_product" to round each product to bf16 before the sum.
+    """
+    taps = weight.to(torch.float32).t().contiguous()
+    products = [window[:, j].to(torch.float32) * tap for j, tap in enumerate(taps)]
+    if form == "bf16_product":
+        products = [p.to(torch.bfloat16).to(torch.float32) for p in products]
+    total = products[0]
+    for product in products[1:]:
+        total = total + product
+    return silu(total).to(torch.bfloat16)
+
+
+def verify(x: Tensor, weight: Tensor, history: Tensor, batch: Batch, out: Tensor, form: str) -> None:
+    """Outputs of all active rows into `out` bf16 `[T, D]`; `history [S, D, W-1]` is only read."""
+    rows, window = windows(x, history, batch, weight.shape[1])
+    if rows:
+        out[torch.tensor(rows, device=x.device)] = convolve(window, weight, form)
+
+
+def publish(x: Tensor, history: Tensor, lanes: Sequence[Lane], slots: Sequence[int]) -> None:
+    """Shift each accepted path's inputs `x [T, D]` into its slot of `history [S, D, W-1]`, in place."""
+    for lane in lanes:
+        own = history[slots[lane.request]]
+        joined = torch.cat([own, x[torch.tensor(lane.rows, device=x.device)].t()], dim=1)
+        own.copy_(joined[:, -own.shape[1] :])

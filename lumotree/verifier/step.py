@@ -1,0 +1,133 @@
+"""The one recurrent step that verification, publication and one-token decoding share.
+
+Bits must depend on a row's operands and its parent's state only: not on how many rows, paths, heads of a tile or
+requests are computed together. Three rules give that by construction, none of them by luck:
+
+* State tiles are only touched by elementwise multiplications and additions. IEEE 754 defines each result from its
+  two operands, wherever the element stands in the tensor and whatever vector width computes it. Multiplication and
+  addition are separate calls, so that no compiler can contract them to an FMA.
+* Sums run in an order spelled out here (`halve`), as elementwise additions of slices, never as a library reduction
+  whose tree depends on shapes, strides or threads.
+* exp and log1p are not correctly rounded and their vector body and scalar tail may differ, so they are called on one
+  row at a time (`rowwise`): an element's place in that call is fixed by its head alone. Square root and division are
+  correctly rounded and may be batched.
+
+Inside, a state tile is `[paths, heads, dk, dv]`: sums over dk then add whole contiguous dv vectors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lumotree.backends.protocol import GdnOps
+from lumotree.contract import Contract
+
+NORM_EPS = 1e-6
+SOFTPLUS_LINEAR_ABOVE = 20.0
+
+#: Sum of a tile over its second-last dimension; may destroy the tile.
+Reduce = Callable[[Tensor], Tensor]
+
+
+def halve(tile: Tensor, dim: int) -> Tensor:
+    """Sum over `dim`, destroying `tile`: the last half is added to the first until one slice is left.
+
+    The order depends on the length of `dim` alone; an odd length keeps its middle slice for the next round, so
+    nothing is padded. Returns a view of `tile` without `dim`.
+    """
+    n = tile.shape[dim]
+    while n > 1:
+        half = n // 2
+        tile.narrow(dim, 0, half).add_(tile.narrow(dim, n - half, half))
+        n -= half
+    return tile.select(dim, 0)
+
+
+def halve_rows(tile: Tensor) -> Tensor:
+    """`halve` over dk of a `[.., dk, dv]` tile: the reduction of the native step."""
+    return halve(tile, -2)
+
+
+def rowwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """`function` of each row of `x [T, ..]` in a call of its own, so that T cannot change its bits.
+
+    A row of more than 32768 elements (torch's grain size) is split by the number of threads, which must then stay.
+    """
+    return torch.stack([function(row.contiguous()) for row in x]) if x.shape[0] else torch.empty_like(x)
+
+
+def softplus(x: Tensor, form: str) -> Tensor:
+    """fp32 softplus of `x [T, H]`, linear above 20, in the declared form."""
+    e = rowwise(torch.exp, x)
+    soft = rowwise(torch.log1p, e) if form == "log1p" else rowwise(torch.log, 1.0 + e)
+    return torch.where(x > SOFTPLUS_LINEAR_ABOVE, x, soft)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """fp32 `1 / (1 + exp(-x))` of `x [T, H]`."""
+    return 1.0 / (1.0 + rowwise(torch.exp, -x))
+
+
+def normalise(x: Tensor, form: str) -> Tensor:
+    """fp32 L2-normalised `x [T, H, dk]` (bf16), in the declared form."""
+    wide = x.to(torch.float32)
+    root = torch.sqrt(halve(wide * wide, -1) + NORM_EPS).unsqueeze(-1)
+    if form == "sqrt":
+        return wide / root
+    unit = wide * (1.0 / root)
+    return unit.to(torch.bfloat16).to(torch.float32) if form == "bf16" else unit
+
+
+@dataclass(frozen=True)
+class Operands:
+    """fp32 operands of the update. Key heads are already spread to value heads.
+
+    q (scaled by dk^-1/2), k `[.., HV, dk]`; v `[.., HV, dv]`; decay = exp(g), beta `[.., HV]`.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    decay: Tensor
+    beta: Tensor
+
+    def take(self, rows: Sequence[int], heads: slice) -> Operands:
+        """Operands of some rows and heads. One row is a view; more are gathered."""
+        pick = slice(rows[0], rows[0] + 1) if len(rows) == 1 else torch.tensor(rows, device=self.v.device)
+        return Operands(*(x[pick, heads] for x in (self.q, self.k, self.v, self.decay, self.beta)))
+
+
+def prepare(ops: GdnOps, contract: Contract, *, query: bool = True) -> Operands:
+    """Norms and gates of T rows (contract section 2). Without `query` (replay needs none) the result's q is k."""
+    hk, hv, dk = ops.k.shape[1], ops.v.shape[1], ops.k.shape[2]
+    spread = torch.arange(hv, device=ops.k.device)
+    spread = spread // (hv // hk) if contract.head_map == "grouped" else spread % hk
+    k = normalise(ops.k, contract.norm)[:, spread]
+    q = (normalise(ops.q, contract.norm) * dk**-0.5)[:, spread] if query else k
+    g = -torch.exp(ops.A_log.contiguous()) * softplus(ops.a.to(torch.float32) + ops.dt_bias, contract.softplus)
+    beta = sigmoid(ops.b.to(torch.float32))
+    if contract.beta == "bf16":
+        beta = beta.to(torch.bfloat16).to(torch.float32)
+    return Operands(q, k, ops.v.to(torch.float32), rowwise(torch.exp, g), beta)
+
+
+def step(state: Tensor, scratch: Tensor, x: Operands, reduce: Reduce, *, output: bool) -> Tensor | None:
+    """One token for each path, in place; order of operations as in contract section 2.
+
+    state, scratch: fp32 `[P, h, dk, dv]`; x: operands of P rows and h heads. Returns fp32 `o [P, h, dv]`, a view of
+    `scratch`, or None without `output`; the state's bits are the same either way.
+    """
+    k = x.k.unsqueeze(-1)
+    state.mul_(x.decay[..., None, None])
+    torch.mul(state, k, out=scratch)
+    u = (x.v - reduce(scratch)).mul_(x.beta.unsqueeze(-1))
+    torch.mul(k, u.unsqueeze(-2), out=scratch)
+    state.add_(scratch)
+    if not output:
+        return None
+    torch.mul(state, x.q.unsqueeze(-1), out=scratch)
+    return reduce(scratch)
