@@ -8,7 +8,8 @@ from audit.component import CaseResult
 from audit.controls import summarise
 from audit.envelope import EnvelopeResult
 from audit.report import Check, Control, Finding
-from audit.tally import CHECKS, CLAIMED, STRICT, Tallies, Tally, to_check
+from audit.tally import CHECKS, Tallies, Tally, judged, to_check
+from lumotree.contract import Contract
 
 #: A change at the root must move the deepest state by at least this many derived bounds in some case of each shape.
 LEAST_REACH = 1.0
@@ -22,17 +23,16 @@ def merged(results: Iterable[CaseResult]) -> Tallies:
     return total
 
 
-def main_checks(tallies: Tallies, claims: str) -> list[Check]:
+def main_checks(tallies: Tallies, contract: Contract) -> list[Check]:
     """One check per tally, in the order of CHECKS."""
-    return [to_check(tallies[c], claims) for c in CHECKS if c in tallies]
+    return [to_check(tallies[c], contract) for c in CHECKS if c in tallies]
 
 
-def small_checks(tallies: Tallies, claims: str) -> list[Check]:
+def small_checks(tallies: Tallies, contract: Contract) -> list[Check]:
     """The small cases, one check per surface and rung; what an algebra backend does not claim is left out."""
     groups: dict[tuple[str, str], list[Tally]] = {}
     for check, (_, surface, rung) in CHECKS.items():
-        judged = rung in STRICT and not (claims == "algebra" and check in CLAIMED)
-        if check in tallies and judged:
+        if check in tallies and judged(check, contract):
             groups.setdefault((surface, rung), []).append(tallies[check])
     return [_group(surface, rung, tallies) for (surface, rung), tallies in groups.items()]
 
@@ -69,7 +69,7 @@ def envelope_checks(results: Sequence[EnvelopeResult]) -> list[Check]:
     return [
         Check(
             f"envelope.{r.statistic}",
-            f"{r.statistic}: {r.exceedances} above, {r.allowed} allowed",
+            f"{r.statistic}: {r.exceedances} above ({r.allowed})",
             r.statistic.partition(".")[0],
             "envelope",
             r.status,
@@ -89,8 +89,11 @@ def controls_of(results: Sequence[CaseResult], surfaces: Sequence[str], partial:
     return [c for c in controls if c.cases or not partial]
 
 
-def doubts_of(results: Sequence[CaseResult], surfaces: Sequence[str]) -> list[str]:
-    """Reasons for which a PASS would mean nothing: constant outputs, inputs that forget the root."""
+def doubts_of(results: Sequence[CaseResult], surfaces: Sequence[str], *, horizon: bool = True) -> list[str]:
+    """Reasons for which a PASS would mean nothing: constant outputs and, with `horizon`, inputs that forget the root.
+
+    A run of chosen cases has no horizon to ask for: some cases forget on purpose.
+    """
     doubts = [
         f"outputs of {s} are constant in every case"
         for s in surfaces
@@ -98,15 +101,21 @@ def doubts_of(results: Sequence[CaseResult], surfaces: Sequence[str]) -> list[st
     ]
     by_shape: dict[str, list[float]] = {}
     for r in results:
-        if r.reach is not None:
+        if horizon and r.reach is not None:
             by_shape.setdefault(r.spec.dims.name, []).append(r.reach)
     for shape, reach in by_shape.items():
-        if max(reach) <= LEAST_REACH:
+        if not max(reach) > LEAST_REACH:  # a NaN proves nothing either
             doubts.append(
                 f"memory horizon too short: a change at the root moves the deepest state of shape {shape} by "
                 f"{max(reach):.2g} of the derived bound, needed: more than {LEAST_REACH:g}"
             )
     return doubts
+
+
+def graphs_of(results: Sequence[CaseResult]) -> dict[str, int]:
+    """How many CUDA graphs were captured and how often they were replayed; empty for an eager run."""
+    counts = [r.graphs for r in results if r.graphs is not None]
+    return {"captures": max(c for c, _ in counts), "replays": max(r for _, r in counts)} if counts else {}
 
 
 def horizon_of(results: Sequence[CaseResult]) -> dict[str, float]:
@@ -123,12 +132,12 @@ def horizon_of(results: Sequence[CaseResult]) -> dict[str, float]:
     return horizon
 
 
-def findings_of(tallies: Tallies, claims: str, reproduce: str) -> list[Finding]:
+def findings_of(tallies: Tallies, contract: Contract, reproduce: str) -> list[Finding]:
     """Places of every failed check. reproduce: a command with `{case}` in it."""
     return [
         Finding(p.check, p.case, reproduce.format(case=p.case), p.request, p.layer, p.row, p.head, p.got, p.allowed)
         for t in tallies.failures()
-        if to_check(t, claims).status == "fail"
+        if to_check(t, contract).status == "fail"
         for p in t.places
     ]
 

@@ -32,7 +32,8 @@ class CaseSpec:
 
     trees: names as `lumotree.tree_named.named` reads them, or "random:N"; one request each. prefixes: committed length
     of each request. placement: candidates' KV slots "scattered" over free pages, or "inplace" at the slots of the
-    positions behind the prefix, where source and destination of the KV move overlap. padding: padding requests appended
+    positions behind the prefix, where source and destination of the KV move overlap, or "shuffled", the same slots in
+    random order, where no order of moving one row at a time is right. padding: padding requests appended
     to the batch. unit: whether the case is a unit of the envelope. control: whether positive controls run on it.
     """
 
@@ -119,15 +120,17 @@ class Case:
             own = [pages.pop() for _ in range(spare[i])]
             free = rng.permutation([p * size + o for p in own for o in range(size)])[: tree.n]
             follow = flat_slots(table, size, i, range(self.spec.prefixes[i], self.spec.prefixes[i] + tree.n))
-            slots.append(free.tolist() if self.spec.placement == "scattered" else follow.tolist())
+            placed = {"scattered": free, "inplace": follow.numpy(), "shuffled": rng.permutation(follow.numpy())}
+            slots.append(placed[self.spec.placement].tolist())
         return table, slots, (sum(need) + sum(spare) + 2) * size
 
     def _state_slots(self, rng: np.random.Generator) -> list[int]:
         """Live slots: never the identity, slot 0 among them when padding might be clamped to it."""
-        count = len(self.trees)
+        count, padding = len(self.trees), bool(self.spec.padding)
         while True:
             order: list[int] = rng.permutation(self.slots)[:count].tolist()
-            if order != list(range(count)) and (not self.spec.padding or 0 in order):
+            identity = order == list(range(count)) and not (padding and count == 1)  # one request: slot 0 it must be
+            if not identity and (not padding or 0 in order):
                 return order
 
     def _draw(self, layer: int) -> Drawn:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from audit.capture import Captured
 from audit.cases import Case, CaseSpec
 from audit.controls import Outcome, run_controls
 from audit.horizon import memory_tokens, root_reach
@@ -18,13 +19,17 @@ from audit.stage import Stage
 from audit.tally import Tallies
 from audit.truth import Truth, find_truth
 
+#: One unit in so many is run twice and has its deepest chain decoded in place; every small case is.
+REPEAT_EVERY = 8
+
 
 @dataclass
 class CaseResult:
     """What one case showed; plain data, so that worker processes can send it.
 
     statistics: of an envelope unit. reach: how many derived bounds a change at the root moves the deepest state (None
-    if not measured). distinct: whether the outputs take more than one value. memory: tokens, see `memory_tokens`.
+    if not measured). memory: tokens, see `memory_tokens`. distinct: whether the outputs take more than one value.
+    graphs: captures and replays so far, under captured graphs.
     """
 
     spec: CaseSpec
@@ -35,6 +40,7 @@ class CaseResult:
     memory: tuple[float, float] | None = None
     distinct: dict[str, bool] = field(default_factory=dict)
     inactive_cells: int = 0
+    graphs: tuple[int, int] | None = None
     seconds: float = 0.0
 
 
@@ -55,11 +61,13 @@ def audit_case(backend: Any, spec: CaseSpec, device: torch.device | str = "cpu",
     judge.outputs()
     result.distinct = {s: _takes_two_values(stage.out[0][s][case.active]) for s in stage.surfaces}
     _publish_every_path(judge)
-    if spec.control or not spec.unit or spec.instance % 8 == 0:
+    sampled = spec.control or not spec.unit or spec.instance % REPEAT_EVERY == 0
+    if sampled:
         judge.repeat(lambda i: case.trees[i].path(case.trees[i].leaves[-1]))
     judge.inputs_at_end()
     stage.reset()
-    _chain_in_place(backend, judge, truth)
+    if sampled:
+        _chain_in_place(backend, judge, truth)
     if len(case.trees) > 1:
         rotate_requests(judge)
         stage.reset()
@@ -71,6 +79,8 @@ def audit_case(backend: Any, spec: CaseSpec, device: torch.device | str = "cpu",
         result.inactive_cells = sum(int((~t.active).sum()) for t in case.trees)
     if spec.control:
         result.outcomes = run_controls(backend, stage, truth)
+    if isinstance(backend, Captured):
+        result.graphs = (backend.captures, backend.replays)
     result.seconds = time.perf_counter() - started
     return result
 
@@ -80,12 +90,16 @@ def _takes_two_values(x: torch.Tensor) -> bool:
 
 
 def _publish_every_path(judge: Judge) -> None:
-    """Every active row of every request is an accepted end once; then the empty path, where it is declared."""
+    """Each active row of each request is an accepted end once; the empty path, where declared; each layer alone."""
     trees = judge.case.trees
     for round_ in range(max(len(t.active_rows) for t in trees)):
         _publish(judge, [t.path(t.active_rows[round_ % len(t.active_rows)]) for t in trees])
     if judge.contract.empty_path:
         _publish(judge, [() if i == 0 else t.path(t.leaves[0]) for i, t in enumerate(trees)])
+    for layer in range(judge.case.dims.layers) if judge.case.dims.layers > 1 else ():
+        judge.stage.rewind()
+        judge.stage.publish([t.path(t.leaves[-1]) for t in trees], [layer])
+        judge.other_layers([layer])
 
 
 def _publish(judge: Judge, paths: list[tuple[int, ...]]) -> None:

@@ -18,7 +18,8 @@ from lumotree.tree import Tree
 
 @dataclass(frozen=True)
 class Outcome:
-    """One fault on one case: what saw it (None: nothing did) and how far over the derived bound it was."""
+    """One fault on one case: what saw it (None: nothing did) and how far over the derived bound it was (infinity:
+    within every bound, only a bitwise check sees it)."""
 
     fault: str
     case: str
@@ -53,7 +54,7 @@ def run_controls(backend: Any, stage: Stage, truth: dict[Key, Truth]) -> list[Ou
 
 
 def _inject(backend: Any, fault: Fault, clean: Stage, truth: dict[Key, Truth]) -> Outcome:
-    case, claims = clean.case, backend.contract.claims
+    case, contract = clean.case, backend.contract
     tallies = Tallies()
     try:
         stage = Stage(fault.wrap(backend), case, [fault.surface])
@@ -66,10 +67,12 @@ def _inject(backend: Any, fault: Fault, clean: Stage, truth: dict[Key, Truth]) -
             judge.published(paths)
     except InputError as refusal:
         return Outcome(fault.id, case.spec.id, f"refused: {refusal}", None)
-    seen = [t for t in tallies.failures(fault.surface) if to_check(t, claims).status == "fail"]
+    seen = [t for t in tallies.failures(fault.surface) if to_check(t, contract).status == "fail"]
     worst = [t.worst for t in tallies.values() if t.check.endswith(".derived") and t.worst is not None]
-    by = seen[0].check if seen else None
-    return Outcome(fault.id, case.spec.id, by, max(worst, default=None) if by else None)
+    if not seen:
+        return Outcome(fault.id, case.spec.id, None, None)
+    ratio = max(worst, default=0.0)
+    return Outcome(fault.id, case.spec.id, seen[0].check, ratio if ratio > 1 else float("inf"))
 
 
 def summarise(outcomes: Iterable[Outcome], surfaces: Sequence[str]) -> list[Control]:

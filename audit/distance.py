@@ -46,16 +46,17 @@ def differing_mask(a: Tensor, b: Tensor) -> Tensor:
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Return whether `a` and `b` hold the same bits in every element (True for two empty tensors)."""
     _same_kind(a, b)
-    x, y = _words(a), _words(b)
+    x, y = bit_pattern(a).flatten(), bit_pattern(b).flatten()
+    if _in_words(x) and _in_words(y):
+        x, y = x.view(torch.int64), y.view(torch.int64)
     # On a CPU numpy compares integers about four times as fast as torch.equal.
     return bool(np.array_equal(x.numpy(), y.numpy())) if x.device.type == "cpu" else torch.equal(x, y)
 
 
-def _words(x: Tensor) -> Tensor:
-    """The bit patterns `[n]`, eight bytes at a time where they divide."""
-    flat = bit_pattern(x).flatten()
-    wide = flat.numel() * flat.element_size() % 8 == 0 and flat.storage_offset() * flat.element_size() % 8 == 0
-    return flat.view(torch.int64) if wide and flat.dtype != torch.int64 else flat
+def _in_words(flat: Tensor) -> bool:
+    """Whether a flat tensor can be read eight bytes at a time."""
+    size = flat.element_size()
+    return flat.numel() * size % 8 == 0 and flat.storage_offset() * size % 8 == 0
 
 
 def differing(a: Tensor, b: Tensor) -> int:

@@ -31,9 +31,11 @@ JUDGING_CODE: tuple[str, ...] = (
     "audit/envelope*.py",
     "audit/errors_of.py",
     "audit/exceedance.py",
+    "audit/families.py",
     "audit/judge.py",
     "audit/native.py",
     "audit/operands.py",
+    "audit/stage.py",
     "audit/truth.py",
 )
 

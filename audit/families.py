@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from audit.cases import SPLITS, CaseSpec
 from lumotree.contract import DIMS_27B, DIMS_TINY, Contract, Dims
+from lumotree.tree_named import named
 
 #: dk is no power of two, K != V, HV = 3 HK.
 DIMS_ODD = Dims(2, 6, 60, 36, 52, 6, 2, 40, 12, name="odd")
@@ -17,7 +18,7 @@ DIMS_MICRO = Dims(1, 3, 8, 12, 20, 2, 1, 16, 4, name="micro")
 DIMS_MICRO_EXACT = Dims(1, 3, 16, 12, 20, 2, 1, 64, 16, name="micro-exact")
 
 #: Committed tokens of a main-shape unit: the same for all, so that units are exchangeable.
-UNIT_PREFIX = 96
+UNIT_PREFIX = 40
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ def _layouts(dims: Dims, trees: tuple[str, str, str]) -> Iterable[tuple[str, dic
     yield "start", {"dims": dims, "trees": (trees[1],), "prefixes": (0,)}
     yield "short-prefix", {"dims": dims, "trees": (trees[1],), "prefixes": (1,), "page_size": 16}
     yield "inplace", {"dims": dims, "trees": (trees[1],), "prefixes": (6,), "placement": "inplace"}
+    yield "shuffled", {"dims": dims, "trees": (trees[0],), "prefixes": (6,), "placement": "shuffled"}
     yield (
         "batch",
         {
@@ -145,9 +147,15 @@ def _specs(family: str, drawn: Iterable[tuple[str, dict[str, object]]], split: s
 
 
 def fits(spec: CaseSpec, contract: Contract) -> bool:
-    """Whether a backend with this contract can be asked to run a case at all."""
+    """Whether a backend with this contract can be asked to run a case: trees where it takes them, no tree too large."""
     chains = all(t.startswith(("chain:", "mtp")) for t in spec.trees)
-    return contract.trees or chains
+    largest = max(max(_rows(t), spec.pad_rows) for t in spec.trees)
+    return (contract.trees or chains) and largest <= contract.max_rows
+
+
+def _rows(tree: str) -> int:
+    kind, _, size = tree.partition(":")
+    return int(size) if kind == "random" else named(tree).n
 
 
 def family(

@@ -16,6 +16,7 @@ def write_atomically(contents: Mapping[Path, bytes]) -> None:
     staged: list[tuple[Path, Path]] = []
     try:
         for path, data in contents.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
             temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
             staged.append((temporary, path))
             _write_synced(temporary, data)
@@ -30,14 +31,18 @@ def write_atomically(contents: Mapping[Path, bytes]) -> None:
 
 
 def probe_writable(folder: Path) -> None:
-    """Create `folder` if needed and prove that a file can be made in it. Raises OSError."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Prove that `folder` (made if need be) can take a file, and leave no trace of it. Raises OSError."""
+    missing = [f for f in (folder, *folder.parents) if not f.exists()]
     probe = folder / f".probe.{os.getpid()}.tmp"
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         probe.write_bytes(b"")
     finally:
         with suppress(OSError):
             probe.unlink(missing_ok=True)
+        for made in missing:  # innermost first
+            with suppress(OSError):
+                made.rmdir()
 
 
 def _write_synced(path: Path, data: bytes) -> None:

@@ -37,6 +37,13 @@ def poison_(x: Tensor) -> Tensor:
     return x
 
 
+def same_except(now: Tensor, before: Tensor, written: Tensor) -> bool:
+    """Whether `[layers, slots, ..]` is bitwise unchanged outside the written slots."""
+    keep = torch.ones(now.shape[1], dtype=torch.bool, device=now.device)
+    keep[written] = False
+    return same_bits(now[:, keep], before[:, keep])
+
+
 class Arena:
     """Allocates tensors between guard values and says afterwards which guards were overwritten.
 

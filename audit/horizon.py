@@ -13,28 +13,23 @@ import torch
 
 from audit.cases import Case
 from audit.judge import Key
-from audit.truth import Truth, canonical
-from lumotree.reference.oracle import gdn_oracle, published
-from lumotree.tree_named import chain
+from audit.truth import Truth
 
 
 def root_reach(case: Case, truth: dict[Key, Truth]) -> float:
     """How many derived bounds the deepest state of request 0 moves when the root's value changes by one unit.
 
-    Above 1 the change shows on every rung. Request 0, layer 0; pools must hold the committed state.
+    Above 1 the change shows on every rung. Request 0, layer 0.
     """
-    tree, ops = case.trees[0], case.gdn[0]
-    path = list(tree.path(max(tree.leaves, key=lambda row: int(tree.depth[row]))))
-    v = ops.v[path].clone()
+    tree, oracle = case.trees[0], truth[0, 0].gdn_oracle
+    assert oracle is not None
+    last = max(tree.leaves, key=lambda row: int(tree.depth[row]))
+    v = oracle.ops.v.clone()
     v[0] += 1
-    rows = replace(ops, q=ops.q[path], k=ops.k[path], v=v, a=ops.a[path], b=ops.b[path])
-    start = canonical(case.pools.recurrent[0, case.state_slots[0]], case.contract)
-    *_, last = gdn_oracle(chain(len(path)), start, rows, case.contract)
-    moved, _ = published(last, case.contract)
-    known = truth[0, 0].gdn[path[-1]]
+    moved = oracle.state(last, replace(oracle.ops, v=v)) - oracle.state(last)
+    known = truth[0, 0].gdn[last]
     assert known is not None
-    row_l2 = torch.linalg.vector_norm(moved - known.state, dim=-1)
-    return float((row_l2 / known.state_bound).max())
+    return float((torch.linalg.vector_norm(moved, dim=-1) / known.state_bound).max())
 
 
 def memory_tokens(case: Case) -> tuple[float, float]:

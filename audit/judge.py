@@ -9,6 +9,7 @@ from torch import Tensor
 
 from audit.distance import differing_cells, differing_mask, paired_rule, same_bits
 from audit.errors_of import HeadErrors, UnitStatistics, output_errors, state_errors
+from audit.guard import same_except
 from audit.native import RowTrace, rows_of
 from audit.operands import EXACT_STATE_UNIT, on_grid
 from audit.stage import Stage
@@ -16,6 +17,7 @@ from audit.tally import Place, Tallies
 from audit.truth import Truth, canonical
 from lumotree.contract import Contract
 from lumotree.reference.rounding import to_bf16
+from lumotree.state import State
 
 Key = tuple[int, int]
 
@@ -33,14 +35,14 @@ class Judge:
         self.contract: Contract = stage.case.contract
         self.statistics = UnitStatistics()
         self.exact = self.case.spec.regime == "exact"
-        self._native_state: dict[tuple[int, int, int], HeadErrors] = {}
 
     def _place(self, check: str, **where: object) -> Place:
         return Place(check, self.case.spec.id, **where)  # type: ignore[arg-type]
 
     def native(self) -> None:
-        """The one-token chain itself against the oracle: outputs, states and rotated keys."""
+        """The one-token chain itself against the oracle: outputs, states and rotated keys; it changes nothing else."""
         for (request, layer), truth in self.truth.items():
+            self._all_untouched(self.stage.surfaces, truth.native.damage)
             for row in self.case.trees[request].active_rows:
                 if "gdn" in self.stage.surfaces:
                     self._native_gdn(truth, request, layer, row)
@@ -53,16 +55,20 @@ class Judge:
         got_out, got_state = native.gdn_out[row], native.recurrent[row]
         assert want is not None and got_out is not None and got_state is not None
         out = output_errors(got_out, want.out, want.out_bound)
-        state = state_errors(canonical(got_state, self.contract), want.state, want.state_bound)
-        self._native_state[request, layer, row] = state
+        state = want.native
         for errors in (out, state):
             self._derived("gdn.native.derived", errors, request, layer, row)
         if self.arm == "native":
             self.statistics.add("gdn.out", out)
             self.statistics.add("gdn.state", state)
         if self.exact:
-            self._exact_state(canonical(got_state, self.contract), want.state, request, layer, row)
+            self._exact_state(canonical(got_state, self.contract), self._oracle_state(truth, row), request, layer, row)
             self._exact_out("gdn", got_out, want.out, self.case.dims.dk, request, layer, row)
+
+    @staticmethod
+    def _oracle_state(truth: Truth, row: int) -> Tensor:
+        assert truth.gdn_oracle is not None
+        return truth.gdn_oracle.state(row)
 
     def _native_other(self, truth: Truth, surface: str, request: int, layer: int, row: int) -> None:
         got, want, bound = self._other(truth, surface, row, native=True)
@@ -149,6 +155,8 @@ class Judge:
 
     def _same_rows(self, check: str, got: Tensor, want: Tensor, rows: Sequence[int], request: int, layer: int) -> None:
         tally = self.tallies[check]
+        if self.contract.zeros == "unsigned" and check.startswith("gdn."):
+            got, want = got + 0.0, want + 0.0  # -0 + 0 is +0, every other value keeps its bits
         if same_bits(got, want):
             tally.add(len(rows), len(rows))
             return
@@ -200,10 +208,15 @@ class Judge:
         if not same_bits(pools.conv, before.saved("conv")):
             damage["conv"].append("pool.conv")
         for name, now in (("k", pools.cache.k), ("v", pools.cache.v)):
-            if not _same_except(now, before.saved(f"cache.{name}"), own):
+            if not same_except(now, before.saved(f"cache.{name}"), own):
                 damage["attention"].append(f"cache.{name}")
-        for surface in self.stage.surfaces:
-            self._untouched(surface, damage[surface])
+        self._all_untouched(self.stage.surfaces, damage)
+
+    def _all_untouched(self, surfaces: Sequence[str], damage: dict[str, list[str]]) -> None:
+        """One cell a surface; damage to what belongs to none of them (metadata, a foreign pool) is the first one's."""
+        foreign = [name for surface, names in damage.items() if surface not in surfaces for name in names]
+        for i, surface in enumerate(surfaces):
+            self._untouched(surface, [*damage[surface], *(foreign if i == 0 else ())])
 
     def _untouched(self, surface: str, damage: Sequence[str], **where: int) -> None:
         tally = self.tallies[f"{surface}.untouched"]
@@ -219,53 +232,69 @@ class Judge:
                 self._published(self.truth[request, layer], request, layer, path)
         self._unchanged_by_publish(paths)
 
+    def other_layers(self, published: Sequence[int]) -> None:
+        """Layers that were not to be published hold what verification left."""
+        kept = [layer for layer in range(self.case.dims.layers) if layer not in published]
+        pools, verified = self.case.pools, self.stage.verified
+        damage: dict[str, list[str]] = {"gdn": [], "conv": [], "attention": []}
+        for name, surface, now in (
+            ("recurrent", "gdn", pools.recurrent),
+            ("conv", "conv", pools.conv),
+            ("cache.k", "attention", pools.cache.k),
+            ("cache.v", "attention", pools.cache.v),
+        ):
+            damage[surface] += [
+                f"{name} layer {layer}" for layer in kept if not same_bits(now[layer], verified.saved(name)[layer])
+            ]
+        self._all_untouched(self.stage.publishes, damage)
+
     def _published(self, truth: Truth, request: int, layer: int, path: Sequence[int]) -> None:
         state = self.stage.export(request, layer)
-        last = path[-1] if path else None
-        slot = self.case.state_slots[request]
+        if not path:
+            self._no_op(state, request, layer)
+            return
         if "gdn" in self.stage.publishes:
-            self._published_recurrent(truth, state.recurrent, request, layer, last)
+            self._published_recurrent(truth, state.recurrent, request, layer, path[-1])
         if "conv" in self.stage.publishes:
-            committed = self.stage.before.saved("conv")[layer, slot]
-            want = committed if last is None else truth.native.conv[last]
+            want = truth.native.conv[path[-1]]
             assert want is not None
-            self._same_rows("conv.state.bitwise", state.conv[None], want[None], [last or 0], request, layer)
-        if "attention" in self.stage.publishes and path:
+            self._same_rows("conv.state.bitwise", state.conv[None], want[None], path[-1:], request, layer)
+        if "attention" in self.stage.publishes:
             self._published_kv(truth, request, layer, path)
 
-    def _published_recurrent(self, truth: Truth, got: Tensor, request: int, layer: int, last: int | None) -> None:
-        slot = self.case.state_slots[request]
-        before = self.stage.before.saved("recurrent")[layer, slot]
-        native = before if last is None else truth.native.recurrent[last]
-        assert native is not None
-        want = canonical(native, self.contract)
-        equal = same_bits(got, want.contiguous())
-        self._same_rows("gdn.state.bitwise", got[None], want[None], [last or 0], request, layer)
-        if last is None:
-            return
-        oracle = truth.gdn[last]
-        assert oracle is not None
-        known = self._native_state.get((request, layer, last))
-        errors = known if equal and known else state_errors(got, oracle.state, oracle.state_bound)
+    def _no_op(self, state: State, request: int, layer: int) -> None:
+        """An empty path leaves the committed state as it was, bit by bit."""
+        slot, before = self.case.state_slots[request], self.stage.before
+        if "gdn" in self.stage.publishes:
+            want = canonical(before.saved("recurrent")[layer, slot], self.contract).contiguous()
+            self._agree("gdn.untouched", state.recurrent, want, layer, request)
+        if "conv" in self.stage.publishes:
+            self._agree("conv.untouched", state.conv, before.saved("conv")[layer, slot], layer, request)
+
+    def _published_recurrent(self, truth: Truth, got: Tensor, request: int, layer: int, last: int) -> None:
+        native, oracle = truth.native.recurrent[last], truth.gdn[last]
+        assert native is not None and oracle is not None
+        want = canonical(native, self.contract).contiguous()
+        self._same_rows("gdn.state.bitwise", got[None], want[None], [last], request, layer)
+        errors = oracle.native
+        if not same_bits(got, want):
+            errors = state_errors(got, self._oracle_state(truth, last), oracle.state_bound)
         self._derived("gdn.state.derived", errors, request, layer, last)
-        if known:
-            self._paired(errors, known, request, layer, last)
+        self._paired(errors, oracle.native, request, layer, last)
         if self.arm == "verify":
             self.statistics.add("gdn.state", errors)
         if self.exact:
-            self._exact_state(got, oracle.state, request, layer, last)
+            self._exact_state(got, self._oracle_state(truth, last), request, layer, last)
 
     def _published_kv(self, truth: Truth, request: int, layer: int, path: Sequence[int]) -> None:
         tree, cache = self.case.trees[request], self.case.pools.cache
         where = self.case.committed(request, range(tree.prefix_len, tree.prefix_len + len(path)))
-        k, v = cache.k[layer, where], cache.v[layer, where]
-        want_k, want_v = (torch.stack(rows_of(x, path)) for x in (truth.native.k, truth.native.v))
-        self._same_rows(
-            "attention.state.bitwise", torch.cat([k, v], 1)[None], torch.cat([want_k, want_v], 1)[None], path[-1:],
-            request, layer,
-        )  # fmt: skip
+        published = (("state", cache.k, truth.native.k), ("values", cache.v, truth.native.v))
+        for name, pool, native in published:
+            got, want = pool[layer, where][None], torch.stack(rows_of(native, path))[None]
+            self._same_rows(f"attention.{name}.bitwise", got, want, path[-1:], request, layer)
         for i, row in enumerate(path):
-            self._keys(truth, k[i], "attention.state.derived", request, layer, row)
+            self._keys(truth, cache.k[layer, where[i]], "attention.state.derived", request, layer, row)
 
     def _unchanged_by_publish(self, paths: Sequence[Sequence[int]]) -> None:
         pools, before, verified = self.case.pools, self.stage.before, self.stage.verified
@@ -281,18 +310,16 @@ class Judge:
             prefix = self.case.trees[request].prefix_len
             written.append(self.case.committed(request, range(prefix, prefix + len(path))))
         for name, now in (("k", pools.cache.k), ("v", pools.cache.v)):
-            if not _same_except(now, verified.saved(f"cache.{name}"), torch.cat(written)):
+            if not same_except(now, verified.saved(f"cache.{name}"), torch.cat(written)):
                 damage["attention"].append(f"cache.{name}")
-        for surface in self.stage.publishes:
-            self._untouched(surface, damage[surface])
+        self._all_untouched(self.stage.publishes, damage)
 
     def inputs_at_end(self) -> None:
         """Operands, metadata and guards once more, after all publications."""
         damage: dict[str, list[str]] = {"gdn": [], "conv": [], "attention": []}
         for name in [*self.stage.inputs.changed(), *(f"guard of {b}" for b in self.case.arena.broken())]:
             damage[_surface_of(name)].append(name)
-        for surface in self.stage.surfaces:
-            self._untouched(surface, damage[surface])
+        self._all_untouched(self.stage.surfaces, damage)
 
     def repeat(self, path_of: Callable[[int], Sequence[int]]) -> None:
         """Verify and publish once more from the same start: every output and state has the same bits."""
@@ -321,11 +348,12 @@ class Judge:
     def _live(self) -> Tensor:
         return self.case.active
 
-    def _agree(self, check: str, now: Tensor, then: Tensor, layer: int) -> None:
+    def _agree(self, check: str, now: Tensor, then: Tensor, layer: int, request: int | None = None) -> None:
         same = same_bits(now, then)
         self.tallies[check].add(1, int(same))
         if not same:
-            self.tallies[check].fail(self._place(check, layer=layer, got="other bits", allowed="the same bits"))
+            where = {"layer": layer, "request": request}
+            self.tallies[check].fail(self._place(check, **where, got="other bits", allowed="the same bits"))
 
     def _states_after(self, paths: Sequence[Sequence[int]]) -> dict[str, Tensor]:
         self.stage.rewind()
@@ -342,13 +370,6 @@ class Judge:
 
 def _pairs(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
     return {name: (a[name], b[name]) for name in a}
-
-
-def _same_except(now: Tensor, before: Tensor, written: Tensor) -> bool:
-    """Whether `[layers, flat slots, ..]` is bitwise unchanged outside the written slots."""
-    keep = torch.ones(now.shape[1], dtype=torch.bool, device=now.device)
-    keep[written] = False
-    return same_bits(now[:, keep], before[:, keep])
 
 
 def _surface_of(name: str) -> str:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from audit.calls import call
 from audit.cases import Case
-from audit.guard import poison_
+from audit.guard import poison_, same_except
 from lumotree.backends.batch import build_batch
 from lumotree.backends.protocol import AttentionOps, Batch, ConvOps, GdnOps, StepOps, StepOut
 from lumotree.state import KVCache, Pools
@@ -32,12 +33,14 @@ class RowTrace:
     gdn_out: list[Tensor | None]
     conv_out: list[Tensor | None]
     attention_out: list[Tensor | None]
+    damage: dict[str, list[str]] = field(default_factory=dict)
 
     @classmethod
     def of_rows(cls, n: int) -> RowTrace:
         """Nothing decoded yet."""
         empty: list[list[Tensor | None]] = [[None] * n for _ in range(7)]
-        return cls(*empty)
+        recurrent, conv, k, v, gdn_out, conv_out, attention_out = empty
+        return cls(recurrent, conv, k, v, gdn_out, conv_out, attention_out)
 
 
 def rows_of(trace: Sequence[Tensor | None], rows: Sequence[int]) -> list[Tensor]:
@@ -101,7 +104,26 @@ class NativeChain:
         for row in tree.active_rows:
             self._load_parent(trace, request, row, layer)
             self._step(trace, request, row, layer, batches[int(tree.depth[row])])
+        trace.damage = self._damage(request, layer)
+        self._reset(request, layer)
         return trace
+
+    def _damage(self, request: int, layer: int) -> dict[str, list[str]]:
+        """Surface -> what the last step changed besides the request's own slot and the committed slots of its path."""
+        tree, case = self.case.trees[request], self.case
+        own = torch.tensor([case.state_slots[request]], device=case.device)
+        path = case.committed(request, range(tree.prefix_len, tree.prefix_len + tree.max_depth + 1))
+        watched = (
+            ("gdn", "pool.recurrent", self.pools.recurrent, case.pools.recurrent, own),
+            ("conv", "pool.conv", self.pools.conv, case.pools.conv, own),
+            ("attention", "cache.k", self.pools.cache.k, case.pools.cache.k, path),
+            ("attention", "cache.v", self.pools.cache.v, case.pools.cache.v, path),
+        )
+        damage: dict[str, list[str]] = {"gdn": [], "conv": [], "attention": []}
+        for surface, name, now, before, written in watched:
+            if not same_except(now[layer : layer + 1], before[layer : layer + 1], written):
+                damage[surface].append(f"{name} (native step)")
+        return damage
 
     def chain(self, request: int, layer: int, path: Sequence[int]) -> RowTrace:
         """Trace of one path decoded in place from the committed state, nothing reloaded in between."""
@@ -139,7 +161,7 @@ class NativeChain:
     def _step(self, trace: RowTrace, request: int, row: int, layer: int, batch: Batch) -> None:
         ops = row_ops(self.case, self.case.offsets[request] + row, layer, self.surfaces)
         out = _out(self.case, self.surfaces)
-        self.backend.native_step(ops, self.pools, batch, out, layer)
+        call(self.backend, "native_step", self.case.spec.id, ops, self.pools, batch, out, layer)
         slot, kv = self.case.state_slots[request], int(batch.row_slot[0])
         if out.gdn is not None:
             trace.gdn_out[row] = out.gdn[0]

@@ -151,7 +151,8 @@ def on_grid(value: Tensor, unit: float) -> Tensor:
     Raises AssertionError when the value is not close to the grid or too large for 24 bits: the case is not exact.
     """
     snapped = torch.round(value / unit) * unit
-    if bool(((value - snapped).abs() > unit / 64).any()) or bool((snapped.abs() >= unit * 2.0**24).any()):
+    near, fits = (value - snapped).abs() <= unit / 64, snapped.abs() < unit * 2.0**24
+    if not bool((near & fits).all()):  # a NaN is neither
         raise AssertionError("an exact-grid case left its grid")
     return snapped
 

@@ -215,7 +215,7 @@ def decide(
     controls_required: without a single control that must be detected, the run is inconclusive.
     """
     failures = [f"check {c.id} failed" + (f": {c.note}" if c.note else "") for c in checks if c.status == "fail"]
-    open_ = [f"check {c.id} is inconclusive: {c.note}" for c in checks if c.status == "inconclusive"]
+    open_ = _open_reasons(checks)
     open_ += [_control_reason(c) for c in controls if not c.as_expected]
     if controls_required and not any(c.expect == "detected" for c in controls):
         open_.append("no positive control ran")
@@ -226,6 +226,18 @@ def decide(
     open_ += doubts
     verdict = "FAIL" if failures else "INCONCLUSIVE" if open_ else "PASS"
     return verdict, (*failures, *open_)
+
+
+def _open_reasons(checks: Sequence[Check]) -> list[str]:
+    """One reason for all checks that are inconclusive for the same one."""
+    by_note: dict[str, list[str]] = {}
+    for check in checks:
+        if check.status == "inconclusive":
+            by_note.setdefault(check.note, []).append(check.id)
+    return [
+        f"check {ids[0]} {f'and {len(ids) - 1} more are' if len(ids) > 1 else 'is'} inconclusive: {note}"
+        for note, ids in by_note.items()
+    ]
 
 
 def to_json(report: Report) -> dict[str, Any]:

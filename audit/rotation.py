@@ -9,7 +9,7 @@ import torch
 from audit.guard import poison_
 from audit.judge import Judge
 from lumotree.backends.batch import accepted_paths, build_batch
-from lumotree.backends.protocol import SHARED_OPERANDS, SURFACES, Limits
+from lumotree.backends.protocol import SHARED_OPERANDS, Limits
 
 
 def rotate_requests(judge: Judge) -> None:
@@ -26,20 +26,18 @@ def rotate_requests(judge: Judge) -> None:
         device=case.device,
     )
     limits = Limits(count, len(rows), stage.longest, case.slots, case.dims.layers)
-    ws = stage.backend.allocate(case.dims, limits, case.device)
+    stage.ws, own = stage.allocate(limits), stage.ws
     for layer in range(case.dims.layers):
         for surface in stage.surfaces:
             ops = stage.operands(surface, layer)
             moved = replace(ops, **{k: v if k in SHARED_OPERANDS else v[rows] for k, v in vars(ops).items()})
             out = poison_(torch.empty_like(stage.out[layer][surface]))
-            getattr(stage.backend, SURFACES[surface][0])(moved, stage.pool(surface), batch, ws, out, layer)
+            stage.run_verify(surface, layer, moved, batch, out)
             _judge_outputs(judge, out, rows, surface, layer)
     paths = [case.trees[i].path(case.trees[i].leaves[-1]) for i in order]
     accepted = accepted_paths(paths, case.device, stage.longest)
     for surface in stage.publishes:
-        method = getattr(stage.backend, SURFACES[surface][1])
-        method(stage.pool(surface), batch, accepted, ws, list(range(case.dims.layers)))
-    stage.ws, own = ws, stage.ws
+        stage.run_publish(surface, batch, accepted, list(range(case.dims.layers)))
     judge.published([paths[order.index(i)] for i in range(count)])
     stage.ws = own
 

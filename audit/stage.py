@@ -8,10 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from audit.calls import call
 from audit.cases import Case
 from audit.guard import Snapshot, poison_
 from lumotree.backends.batch import accepted_paths
-from lumotree.backends.protocol import SURFACES, AttentionOps, Batch, ConvOps, GdnOps, Limits, covered_surfaces
+from lumotree.backends.protocol import (
+    SURFACES,
+    Accepted,
+    AttentionOps,
+    Batch,
+    ConvOps,
+    GdnOps,
+    Limits,
+    covered_surfaces,
+)
+from lumotree.errors import BackendError
 from lumotree.state import State
 
 Ops = GdnOps | ConvOps | AttentionOps
@@ -30,7 +41,7 @@ class Stage:
         self.publishes = [s for s in self.surfaces if covered[s][1]]
         d, rows = case.dims, case.batch.rows
         limits = Limits(case.batch.requests, rows, self.longest, case.slots, d.layers)
-        self.ws = backend.allocate(d, limits, case.device)
+        self.ws = self.allocate(limits)
         shapes = {
             "gdn": (rows, d.hv, d.dv),
             "conv": (rows, d.conv_channels),
@@ -72,7 +83,7 @@ class Stage:
 
     def run_verify(self, surface: str, layer: int, ops: Ops, batch: Batch, out: Tensor) -> None:
         """One verify call."""
-        getattr(self.backend, SURFACES[surface][0])(ops, self.pool(surface), batch, self.ws, out, layer)
+        self._call(SURFACES[surface][0], ops, self.pool(surface), batch, self.ws, out, layer)
 
     def publish(self, paths: Sequence[Sequence[int]], layers: Iterable[int] | None = None) -> None:
         """Publish one accepted path for each live request, padding requests excepted, in all layers."""
@@ -80,8 +91,11 @@ class Stage:
         padding: list[Sequence[int]] = [()] * self.case.spec.padding
         accepted = accepted_paths([*paths, *padding], self.case.device, self.longest)
         for surface in self.publishes:
-            method = getattr(self.backend, SURFACES[surface][1])
-            method(self.pool(surface), self.case.batch, accepted, self.ws, chosen)
+            self.run_publish(surface, self.case.batch, accepted, chosen)
+
+    def run_publish(self, surface: str, batch: Batch, accepted: Accepted, layers: Sequence[int]) -> None:
+        """One publish call."""
+        self._call(SURFACES[surface][1], self.pool(surface), batch, accepted, self.ws, layers)
 
     def rewind(self) -> None:
         """Back to the moment after verify."""
@@ -94,6 +108,25 @@ class Stage:
         self.inputs.restore()
 
     def export(self, request: int, layer: int) -> State:
-        """Canonical state of a request's slot."""
-        state: State = self.backend.export(self.case.pools, self.ws, self.case.state_slots[request], layer)
-        return state
+        """Canonical state of a request's slot. Raises BackendError when it does not have the canonical form."""
+        state = self._call("export", self.case.pools, self.ws, self.case.state_slots[request], layer)
+        d = self.case.dims
+        want = {
+            "recurrent": (torch.float32, (d.hv, d.dv, d.dk)),
+            "conv": (torch.bfloat16, (d.conv_channels, d.conv_width - 1)),
+        }
+        for name, (dtype, shape) in want.items():
+            got = getattr(state, name, None)
+            if not isinstance(got, Tensor) or got.dtype != dtype or got.shape != shape:
+                found = f"{got.dtype} {list(got.shape)}" if isinstance(got, Tensor) else type(got).__name__
+                raise BackendError(
+                    f"case {self.case.spec.id}: export returned {name} {found}, expected {dtype} {list(shape)}"
+                )
+        return State(state.recurrent, state.conv)
+
+    def allocate(self, limits: Limits) -> Any:
+        """A workspace of the backend for this case."""
+        return self._call("allocate", self.case.dims, limits, self.case.device)
+
+    def _call(self, method: str, *args: Any) -> Any:
+        return call(self.backend, method, self.case.spec.id, *args)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -68,7 +69,8 @@ def default_envelope(options: Options, shape: Shape) -> Path:
 
 def arm_of(backend: Any) -> str:
     """Whose errors the envelope holds: the one-token chain, or the tree itself where it is another algebra."""
-    return "native" if backend.contract.claims == "bitwise" else "verify"
+    claims = {backend.contract.claim(s) for s in SURFACES}
+    return "native" if claims == {"bitwise"} else "verify"
 
 
 def check_device(device: str) -> None:
@@ -130,6 +132,8 @@ def check(options: Options) -> Run:
     Raises InputError for an envelope that does not apply, an unknown case, or a backend that refuses a case.
     """
     started = time.perf_counter()
+    if options.graph and torch.device(options.device).type != "cuda":
+        raise InputError(f"--graph: CUDA graphs need --device cuda, got --device {options.device}")
     backend = load_backend(options.backend)
     shape = shape_of(options, backend)
     specs = family(shape, "heldout", options.seed, options.sets, options.instances)
@@ -139,7 +143,8 @@ def check(options: Options) -> Run:
     frozen: envelope.Envelope | None = None
     warnings: list[str] = []
     if options.only:
-        specs = _chosen(options.only, specs, units(shape, "calibration", options.seed))
+        own = units(shape, "calibration", options.seed, sets=options.sets, instances=options.instances)
+        specs = _chosen(options.only, specs, own)
     else:
         ref, frozen, warnings = _load_envelope(options, backend, shape)
     fitting = _fitting(specs, backend)
@@ -165,7 +170,7 @@ def _chosen(only: Sequence[str], *pools: Sequence[CaseSpec]) -> list[CaseSpec]:
     if unknown:
         near = [i for i in known if unknown[0].rsplit("/", 1)[-1] in i][:3] or list(known)[:3]
         raise InputError(f"--only: unknown case {unknown[0]!r}; for example: {', '.join(near)}")
-    return [known[name] for name in only]
+    return [replace(known[name], control=True) for name in only]  # a chosen case must show its own power
 
 
 def _load_envelope(options: Options, backend: Any, shape: Shape) -> tuple[EnvelopeRef, envelope.Envelope, list[str]]:
@@ -206,36 +211,39 @@ def _report(
     suite: str,
     warnings: Sequence[str],
 ) -> Run:
-    claims = backend.contract.claims
+    contract = backend.contract
     covered = covered_surfaces(backend)
     surfaces = [s for s in SURFACES if all(covered[s])]
     main = [r for r in results if r.spec.unit]
     small = [r for r in results if not r.spec.unit]
     checks = [
-        *assemble.main_checks(assemble.merged(main), claims),
+        *assemble.main_checks(assemble.merged(main), contract),
         *assemble.inactive_check(main, "gdn"),
-        *assemble.small_checks(assemble.merged(small), claims),
+        *assemble.small_checks(assemble.merged(small), contract),
         *enveloped,
     ]
     controls = assemble.controls_of(results, surfaces, partial=bool(options.only) or suite == "calibration")
-    doubts = assemble.doubts_of(results, [s for s in SURFACES if covered[s][0]])
+    doubts = assemble.doubts_of(results, [s for s in SURFACES if covered[s][0]], horizon=not options.only)
+    graphs = assemble.graphs_of(results)
+    if options.graph and graphs.get("replays", 0) <= graphs.get("captures", 0):
+        doubts.append("no captured graph was replayed with other inputs than those it was captured for")
     coverage = {
         s: "covered" if all(covered[s]) else "verify only" if covered[s][0] else "not covered" for s in SURFACES
     }
-    verdict, reasons = decide(checks, controls, coverage, controls_required=not options.only, doubts=doubts)
+    verdict, reasons = decide(checks, controls, coverage, doubts=doubts)
     return Run(
         Report(
             verdict=verdict,
             reasons=reasons,
             suite=f"{suite} {shape.name} {shape.tree}",
             backend=options.backend,
-            contract=backend.contract.as_dict(),
-            environment=environment_on(options.device),
+            contract=contract.as_dict(),
+            environment={**environment_on(options.device), "cuda_graphs": graphs},
             envelope=ref,
             coverage=coverage,
             checks=tuple(checks),
             controls=tuple(controls),
-            findings=tuple(assemble.findings_of(assemble.merged(results), claims, _reproduce(options))),
+            findings=tuple(assemble.findings_of(assemble.merged(results), contract, _reproduce(options))),
             seed=options.seed,
             command=options.command,
             wall_s=round(time.perf_counter() - started, 2),
@@ -250,9 +258,11 @@ def _report(
 
 
 def _reproduce(options: Options) -> str:
-    words = ["lumotree-audit check", f"--backend {options.backend}", f"--seed {options.seed}"]
-    if options.shape:
-        words.append(f"--shape {options.shape}")
+    words = ["lumotree-audit check", f"--backend {shlex.quote(options.backend)}", f"--seed {options.seed}"]
+    for name in ("shape", "sets", "instances"):  # the last two bound which cases there are to choose from
+        value = getattr(options, name)
+        if value is not None:
+            words.append(f"--{name} {value}")
     if options.device != "cpu":
         words.append(f"--device {options.device}")
     if options.graph:

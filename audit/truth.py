@@ -10,20 +10,60 @@ import torch
 from torch import Tensor
 
 from audit.cases import Case
+from audit.errors_of import HeadErrors, state_errors
 from audit.native import NativeChain, RowTrace
+from lumotree.backends.protocol import GdnOps
 from lumotree.contract import Contract
-from lumotree.reference.oracle import OracleRow, gdn_oracle, published
+from lumotree.reference.oracle import gdn_oracle, published
 from lumotree.reference.oracle_tokens import OracleAttention, OracleOutputs, attention_oracle, conv_oracle
+from lumotree.tree_named import chain
 
 
 @dataclass(frozen=True)
 class GdnTruth:
-    """Oracle of one row: output and state with their bounds (see OracleRow); state as the pool must hold it."""
+    """Oracle of one row (see OracleRow): output and its bound, bound of the state as the pool must hold it, and the
+    errors of the backend's own chain against that state."""
 
     out: Tensor
     out_bound: Tensor
-    state: Tensor
     state_bound: Tensor
+    native: HeadErrors
+
+
+class GdnOracle:
+    """The float64 recurrence of one request and layer.
+
+    States of the real shape take 6 MiB a row, so they are dropped as soon as the chain has been held against them, and
+    decoded again along one path when a published state turns out to differ from the chain.
+    """
+
+    def __init__(self, case: Case, request: int, layer: int) -> None:
+        self.tree, self.contract = case.trees[request], case.contract
+        lo, hi = case.offsets[request : request + 2]
+        self.ops = _gdn_rows(case.gdn[layer], slice(lo, hi))
+        self.start = canonical(case.pools.recurrent[layer, case.state_slots[request]], case.contract).clone()
+
+    def against(self, native: RowTrace) -> list[GdnTruth | None]:
+        """Truth of every row, None for inactive ones."""
+        truth: list[GdnTruth | None] = [None] * self.tree.n
+        for row in gdn_oracle(self.tree, self.start, self.ops, self.contract, recycle=True):
+            got = native.recurrent[row.row]
+            assert got is not None
+            state, bound = published(row, self.contract)
+            errors = state_errors(canonical(got, self.contract), state, bound)
+            truth[row.row] = GdnTruth(row.out, row.out_bound, bound, errors)
+        return truth
+
+    def state(self, row: int, ops: GdnOps | None = None) -> Tensor:
+        """State float64 `[HV, dv, dk]` after the path to `row`, as the pool must hold it; `ops`: other operands."""
+        path = list(self.tree.path(row))
+        rows = _gdn_rows(ops or self.ops, path)
+        *_, last = gdn_oracle(chain(len(path)), self.start, rows, self.contract)
+        return published(last, self.contract)[0]
+
+
+def _gdn_rows(ops: GdnOps, rows: slice | list[int]) -> GdnOps:
+    return GdnOps(ops.q[rows], ops.k[rows], ops.v[rows], ops.a[rows], ops.b[rows], ops.A_log, ops.dt_bias)
 
 
 @dataclass(frozen=True)
@@ -35,6 +75,7 @@ class Truth:
 
     native: RowTrace
     gdn: list[GdnTruth | None]
+    gdn_oracle: GdnOracle | None
     conv: OracleOutputs | None
     attention: OracleAttention | None
 
@@ -43,21 +84,6 @@ def canonical(recurrent: Tensor, contract: Contract) -> Tensor:
     """A pool slot `[.., HV, ., .]` as fp32 `[.., HV, dv, dk]`."""
     view = recurrent.transpose(-1, -2) if contract.layout == "KV" else recurrent
     return view.to(torch.float32)
-
-
-def _gdn(case: Case, request: int, layer: int) -> list[GdnTruth | None]:
-    tree, (lo, hi) = case.trees[request], case.offsets[request : request + 2]
-    ops = case.gdn[layer]
-    rows = type(ops)(ops.q[lo:hi], ops.k[lo:hi], ops.v[lo:hi], ops.a[lo:hi], ops.b[lo:hi], ops.A_log, ops.dt_bias)
-    start = canonical(case.pools.recurrent[layer, case.state_slots[request]], case.contract)
-    truth: list[GdnTruth | None] = [None] * tree.n
-    for row in gdn_oracle(tree, start, rows, case.contract):
-        truth[row.row] = _gdn_row(row, case.contract)
-    return truth
-
-
-def _gdn_row(row: OracleRow, contract: Contract) -> GdnTruth:
-    return GdnTruth(row.out, row.out_bound, *published(row, contract))
 
 
 def _conv(case: Case, request: int, layer: int) -> OracleOutputs:
@@ -82,14 +108,20 @@ def _attention(case: Case, request: int, layer: int) -> OracleAttention:
 
 def find_truth(backend: Any, case: Case, surfaces: Sequence[str]) -> dict[tuple[int, int], Truth]:
     """Truth of every (request, layer). The case's pools must hold the committed state; they are not changed."""
-    chain = NativeChain(backend, case, surfaces)
+    native = NativeChain(backend, case, surfaces)
     return {
-        (request, layer): Truth(
-            chain.walk(request, layer),
-            _gdn(case, request, layer) if "gdn" in surfaces else [],
-            _conv(case, request, layer) if "conv" in surfaces else None,
-            _attention(case, request, layer) if "attention" in surfaces else None,
-        )
+        (request, layer): _truth(native.walk(request, layer), case, request, layer, surfaces)
         for request in range(len(case.trees))
         for layer in range(case.dims.layers)
     }
+
+
+def _truth(native: RowTrace, case: Case, request: int, layer: int, surfaces: Sequence[str]) -> Truth:
+    oracle = GdnOracle(case, request, layer) if "gdn" in surfaces else None
+    return Truth(
+        native,
+        oracle.against(native) if oracle else [],
+        oracle,
+        _conv(case, request, layer) if "conv" in surfaces else None,
+        _attention(case, request, layer) if "attention" in surfaces else None,
+    )

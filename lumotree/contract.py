@@ -22,9 +22,11 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "softplus": ("log1p", "log_exp"),
     "head_map": ("grouped", "tiled"),
     "carry": ("fp32", "bf16"),
+    "zeros": ("signed", "unsigned"),
     "claims": ("bitwise", "algebra"),
 }
 
+SURFACE_NAMES = ("gdn", "conv", "attention")
 STATE_DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -40,8 +42,11 @@ class Contract:
     softplus: `log1p(exp(x))` or `log(1 + exp(x))`; both linear above 20.
     head_map: value head h reads key head `h // (HV // HK)` ("grouped") or `h % HK` ("tiled").
     carry: a parent's state reaches its child in fp32, or through a bf16 buffer.
+    zeros: the sign of a zero in a state or output is part of its bits, or ("unsigned") it is not: a kernel that adds a
+        loaded state to 0 turns -0 into +0 in one place and not in another, which changes no other value.
     claims: "bitwise" if tree outputs and published states equal the backend's own one-token chain bit for bit;
         "algebra" if verification re-associates the recurrence (WY, split reductions) and only error bounds apply.
+    algebra: surfaces ("gdn", "conv", "attention") that claim only "algebra" although `claims` is "bitwise".
     max_rows: most physical rows a request may have; trees: whether a row may have more than one child.
     empty_path: an accepted path of length 0 is a bitwise no-op (otherwise it is refused).
     graph_safe: verify and publish neither allocate nor synchronise with the host.
@@ -57,7 +62,9 @@ class Contract:
     softplus: str = "log1p"
     head_map: str = "grouped"
     carry: str = "fp32"
+    zeros: str = "signed"
     claims: str = "bitwise"
+    algebra: tuple[str, ...] = ()
     max_rows: int = 1024
     trees: bool = True
     empty_path: bool = True
@@ -73,7 +80,12 @@ class Contract:
                 raise ContractError(f"contract: expected {name} to be one of {known}, got {name}={value!r}")
         if self.state_dtype not in STATE_DTYPES:
             raise ContractError(f"contract: expected state_dtype fp32 or bf16, got state_dtype={self.state_dtype}")
-        if self.claims == "bitwise" and self.state_dtype == torch.bfloat16 and self.carry == "fp32":
+        unknown = [s for s in self.algebra if s not in SURFACE_NAMES]
+        if unknown:
+            raise ContractError(
+                f"contract: expected algebra to name surfaces among {', '.join(SURFACE_NAMES)}, got {unknown[0]!r}"
+            )
+        if self.claim("gdn") == "bitwise" and self.state_dtype == torch.bfloat16 and self.carry == "fp32":
             # Decoding rounds the state at every token, publication of a path carried in fp32 only at its end.
             raise ContractError(
                 "contract: a bf16 state pool with carry='fp32' cannot be bitwise equal to one-token decoding; "
@@ -84,9 +96,14 @@ class Contract:
         if not 0 <= self.tp_rank < self.tp_size:
             raise ContractError(f"contract: expected 0 <= tp_rank < tp_size, got {self.tp_rank} of {self.tp_size}")
 
+    def claim(self, surface: str) -> str:
+        """What the tree of a surface claims against the backend's own one-token chain: "bitwise" or "algebra"."""
+        return "algebra" if surface in self.algebra else self.claims
+
     def as_dict(self) -> dict[str, Any]:
         """Plain data for envelopes and reports."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values["algebra"] = list(self.algebra)
         return {**values, "state_dtype": str(self.state_dtype).removeprefix("torch.")}
 
 

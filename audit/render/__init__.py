@@ -18,7 +18,7 @@ __all__ = ["check_writable", "write_report"]
 
 
 def check_writable(folder: str | Path) -> None:
-    """Make the folder and prove that files can be made in it: ask before a long run. Raises ReportError."""
+    """Prove that files can be made in the folder: ask before a long run. Raises ReportError."""
     target = Path(folder)
     try:
         probe_writable(target)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lumotree.backends.operands import check_operands, check_recurrent_pool
 from lumotree.backends.protocol import Accepted, Batch, ConvOps, GdnOps, Limits
 from lumotree.backends.torch_backend import TorchSteps
 from lumotree.contract import Dims
@@ -46,20 +47,21 @@ class BankBackend(TorchSteps):
 
     def gdn_verify(self, ops: GdnOps, pool: Tensor, batch: Batch, ws: Bank, out: Tensor, layer: int) -> None:
         """Advance each active row from its parent's bank entry into its own."""
+        check_operands("gdn_verify", ops, batch.rows)
+        check_recurrent_pool("gdn_verify", pool, ops, self.contract)
         check_room(batch, ws.limits, layer)
         prepared, bank = self._prepare(ops), ws.recurrent[layer]
         for row, source in _walk(batch, pool[layer], bank):
             bank[row].copy_(source)
             self._replay(prepared, bank, [Lane((row,), -1, 0)], [row], out)
 
-    def gdn_publish(
-        self, pool: Tensor, batch: Batch, accepted: Accepted, ws: Bank, layers: Sequence[int]
-    ) -> None:
+    def gdn_publish(self, pool: Tensor, batch: Batch, accepted: Accepted, ws: Bank, layers: Sequence[int]) -> None:
         """Copy the last accepted node's state. Raises PathError for a path that cannot have been accepted."""
         self._copy(pool, batch, accepted, ws.limits, ws.recurrent, layers)
 
     def conv_verify(self, ops: ConvOps, pool: Tensor, batch: Batch, ws: Bank, out: Tensor, layer: int) -> None:
         """Shift each active row's input into its parent's window."""
+        check_operands("conv_verify", ops, batch.rows, pool.shape[-1] + 1)
         check_room(batch, ws.limits, layer)
         bank = ws.conv[layer]
         for row, source in _walk(batch, pool[layer], bank):
@@ -67,9 +69,7 @@ class BankBackend(TorchSteps):
             out[row] = conv.convolve(window.t().unsqueeze(0), ops.weight, self.contract.conv)[0]
             bank[row].copy_(window[:, 1:])
 
-    def conv_publish(
-        self, pool: Tensor, batch: Batch, accepted: Accepted, ws: Bank, layers: Sequence[int]
-    ) -> None:
+    def conv_publish(self, pool: Tensor, batch: Batch, accepted: Accepted, ws: Bank, layers: Sequence[int]) -> None:
         """Copy the last accepted node's window. Raises PathError for a path that cannot have been accepted."""
         self._copy(pool, batch, accepted, ws.limits, ws.conv, layers)
 

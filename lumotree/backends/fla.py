@@ -25,7 +25,7 @@ class FlaBackend(WalkedBackend):
 
     def __init__(self) -> None:
         peer_loading.require(self.name)
-        interpreter.prepare()
+        self.interpreted = interpreter.prepare()
         module = peer_loading.import_peer(self.name, "fla.ops.gated_delta_rule.fused_recurrent")
         interpreter.wrap_builtin_aliases(module)
         # The function below the autograd wrapper: same kernel, no input guard that wants a CUDA context.

@@ -29,6 +29,7 @@ BUILTIN: dict[str, str] = {
     "wy": "lumotree.backends.variants:WYBackend",
     "sglang": "lumotree.backends.sglang:SglangBackend",
     "tokenspeed": "lumotree.backends.tokenspeed:TokenspeedBackend",
+    "tokenspeed-replay": "lumotree.backends.tokenspeed:TokenspeedReplayBackend",
     "transformers": "lumotree.backends.transformers_native:TransformersBackend",
     "fla": "lumotree.backends.fla:FlaBackend",
 }
@@ -76,9 +77,7 @@ def check_backend(backend: Any, spec: str) -> None:
     if not any(any(has) for has in covered.values()):
         methods = ", ".join(verify for verify, _ in SURFACES.values())
         raise BackendError(f"backend {spec!r}: it has no surface; write at least one of {methods} and its publish")
-    missing = [
-        SURFACES[surface][0 if has[1] else 1] for surface, has in covered.items() if has[0] != has[1]
-    ]
+    missing = [SURFACES[surface][0 if has[1] else 1] for surface, has in covered.items() if has[0] != has[1]]
     missing += [name for name in ("native_step", "allocate", "export") if not callable(getattr(backend, name, None))]
     if missing:
         raise BackendError(f"backend {spec!r}: it lacks {', '.join(missing)}; see lumotree.backends.protocol")
@@ -110,9 +109,7 @@ def _find(spec: str) -> Any:
         if point.name == spec:
             return _import(spec, point.value)
     if ":" not in spec:
-        raise BackendError(
-            f"backend {spec!r} is unknown; known: {', '.join(known_backends())}; or give module:object"
-        )
+        raise BackendError(f"backend {spec!r} is unknown; known: {', '.join(known_backends())}; or give module:object")
     return _import(spec, spec)
 
 

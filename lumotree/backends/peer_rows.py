@@ -107,9 +107,7 @@ class WalkedBackend(BackendBase):
 
     def allocate(self, dims: Dims, limits: Limits, device: torch.device) -> Workspace:
         """One state a row and layer."""
-        return WalkWorkspace(
-            row_states(dims, self.contract.layout, torch.float32, limits.layers, limits.rows, device)
-        )
+        return WalkWorkspace(row_states(dims, self.contract.layout, torch.float32, limits.layers, limits.rows, device))
 
     def _walk(self, ops: GdnOps, pool: Tensor, batch: Batch, ws: Workspace, out: Tensor, layer: int) -> None:
         stored = ws.states[layer]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lumotree.backends.batch import flat_slots
+from lumotree.backends.operands import check_operands, check_recurrent_pool, check_step
 from lumotree.backends.protocol import (
     Accepted,
     AttentionOps,
@@ -140,6 +141,8 @@ class ReferenceBackend(BackendBase):
         self, ops: GdnOps, pool: Tensor, batch: Batch, ws: ReferenceWorkspace, out: Tensor, layer: int
     ) -> None:
         """Each row steps from its parent's state; the pool is only read."""
+        check_operands("gdn_verify", ops, batch.rows)
+        check_recurrent_pool("gdn_verify", pool, ops, self.contract)
         ws.record(ops, layer)
         for request in _live(batch):
             states = {-1: load_state(pool[layer, request.slot], self.contract)}
@@ -163,6 +166,7 @@ class ReferenceBackend(BackendBase):
         self, ops: ConvOps, pool: Tensor, batch: Batch, ws: ReferenceWorkspace, out: Tensor, layer: int
     ) -> None:
         """Each row steps from its parent's history; the pool is only read."""
+        check_operands("conv_verify", ops, batch.rows, pool.shape[-1] + 1)
         ws.x[layer, : len(ops.x)] = ops.x
         for request in _live(batch):
             histories = {-1: pool[layer, request.slot]}
@@ -185,6 +189,7 @@ class ReferenceBackend(BackendBase):
         self, ops: AttentionOps, cache: KVCache, batch: Batch, ws: ReferenceWorkspace, out: Tensor, layer: int
     ) -> None:
         """Each row sees prefix, ancestors and itself in position order; its key and value go to its candidate slot."""
+        check_operands("attention_verify", ops, batch.rows)
         for request in _live(batch):
             for row in range(len(request.parents)):
                 if request.active[row]:
@@ -226,6 +231,7 @@ class ReferenceBackend(BackendBase):
 
     def native_step(self, ops: StepOps, pools: Pools, batch: Batch, out: StepOut, layer: int) -> None:
         """One token a request: state, history and KV advance in place."""
+        check_step("native_step", ops, pools, batch, self.contract)
         for request in _live(batch):
             t = request.start
             if not request.active[0]:

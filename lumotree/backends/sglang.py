@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,9 +54,6 @@ class SglangBackend(BackendBase):
     """
 
     name = "sglang"
-    #: The tree sums a convolution's taps newest first, decode sums them oldest first: equal in exact arithmetic,
-    #: equal in bits for most inputs, but not by design. GDN runs one and the same recurrence in both.
-    claims_by_surface: ClassVar[dict[str, str]] = {"gdn": "bitwise", "conv": "algebra"}
     contract = Contract(
         layout="VK",
         beta="fp32",
@@ -65,7 +62,11 @@ class SglangBackend(BackendBase):
         softplus="log_exp",
         head_map="grouped",
         carry="fp32",
+        zeros="unsigned",  # the committed state is added to 0 when loaded, a parent's is not
         claims="bitwise",
+        # The tree sums a convolution's taps newest first, decode sums them oldest first: equal in exact arithmetic,
+        # equal in bits for most inputs, but not by design. GDN runs one and the same recurrence in both.
+        algebra=("conv",),
         max_rows=256,  # the convolution is unrolled over the rows of a request
     )
 
@@ -79,7 +80,7 @@ class SglangBackend(BackendBase):
             )
         self.contract = contract
         peer_loading.require(self.name)
-        interpreter.prepare()
+        self.interpreted = interpreter.prepare()
         self._gdn = self._load(_GDN_FILE, "fused_sigmoid_gating_delta_rule_update")
         self._conv = self._load(_CONV_FILE, "causal_conv1d_update")
 
@@ -91,9 +92,7 @@ class SglangBackend(BackendBase):
     def allocate(self, dims: Dims, limits: Limits, device: torch.device) -> Workspace:
         """One state and one conv window a row and layer."""
         contract = self.contract
-        states = peer_rows.row_states(
-            dims, contract.layout, contract.state_dtype, limits.layers, limits.rows, device
-        )
+        states = peer_rows.row_states(dims, contract.layout, contract.state_dtype, limits.layers, limits.rows, device)
         window = (limits.layers, limits.rows, dims.conv_channels, dims.conv_width - 1)
         return SglangWorkspace(states, torch.zeros(window, dtype=torch.bfloat16, device=device))
 

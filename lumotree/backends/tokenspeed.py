@@ -48,12 +48,19 @@ class TokenspeedBackend(BackendBase):
 
     name = _PEER
     contract = Contract(
-        layout="VK", beta="fp32", norm="sqrt", softplus="log_exp", head_map="grouped", carry="fp32", claims="bitwise"
+        layout="VK",
+        beta="fp32",
+        norm="sqrt",
+        softplus="log_exp",
+        head_map="grouped",
+        carry="fp32",
+        zeros="unsigned",
+        claims="bitwise",
     )
 
     def __init__(self) -> None:
         peer_loading.require(_PEER)
-        interpreter.prepare()
+        self.interpreted = interpreter.prepare()
         module = peer_loading.load_kernel_module(_PEER, _FILE, peer_loading.tokenspeed_stand_ins())
         interpreter.wrap_builtin_aliases(module)
         self._tree = peer_loading.attribute(_PEER, module, "triton_gdn_decode_mtp")
@@ -140,9 +147,7 @@ class TokenspeedReplayBackend(TokenspeedBackend):
             return
         width = peer_rows.widest_request(batch)
         branches = pool.new_empty((batch.requests, width, *pool.shape[2:]))
-        outputs = self._run_tree(
-            ops, batch, width, pool[layer], batch.state_slot, intermediate_states_buffer=branches
-        )
+        outputs = self._run_tree(ops, batch, width, pool[layer], batch.state_slot, intermediate_states_buffer=branches)
         out.copy_(outputs)
         ws.payload[layer, : batch.rows] = torch.cat([x.flatten(1) for x in (ops.k, ops.v, ops.a, ops.b)], dim=1)
         ws.parameters[layer] = torch.stack([ops.A_log, ops.dt_bias])

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lumotree.backends.operands import check_operands, check_recurrent_pool, check_step
 from lumotree.backends.protocol import (
     Accepted,
     AttentionOps,
@@ -55,6 +56,7 @@ class TorchSteps(BackendBase):
 
     def native_step(self, ops: StepOps, pools: Pools, batch: Batch, out: StepOut, layer: int) -> None:
         """One token for each live request: the same step as verification, with the state stored behind it."""
+        check_step("native_step", ops, pools, batch, self.contract)
         lanes, slots = root_lanes(batch), batch.state_slot.tolist()
         if ops.gdn is not None and out.gdn is not None:
             self._replay(self._prepare(ops.gdn), pools.recurrent[layer], lanes, slots, out.gdn)
@@ -68,6 +70,7 @@ class TorchSteps(BackendBase):
         self, ops: AttentionOps, cache: KVCache, batch: Batch, ws: Bounded, out: Tensor, layer: int
     ) -> None:
         """See `lumotree.verifier.attention.verify`."""
+        check_operands("attention_verify", ops, batch.rows)
         check_room(batch, ws.limits, layer)
         attention.verify(ops, cache, batch, out, layer)
 
@@ -98,6 +101,8 @@ class TorchBackend(TorchSteps):
 
     def gdn_verify(self, ops: GdnOps, pool: Tensor, batch: Batch, ws: Workspace, out: Tensor, layer: int) -> None:
         """See `lumotree.verifier.gdn.verify`; records the replay operands."""
+        check_operands("gdn_verify", ops, batch.rows)
+        check_recurrent_pool("gdn_verify", pool, ops, self.contract)
         check_room(batch, ws.limits, layer)
         ws.record_gdn(ops, layer)
         gdn.verify(self._prepare(ops), pool[layer], batch, out, self.contract, self._scratch, self.reduce_verify)
@@ -111,6 +116,7 @@ class TorchBackend(TorchSteps):
 
     def conv_verify(self, ops: ConvOps, pool: Tensor, batch: Batch, ws: Workspace, out: Tensor, layer: int) -> None:
         """See `lumotree.verifier.conv.verify`; records the inputs."""
+        check_operands("conv_verify", ops, batch.rows, pool.shape[-1] + 1)
         check_room(batch, ws.limits, layer)
         ws.record_conv(ops, layer)
         conv.verify(ops.x, ops.weight, pool[layer], batch, out, self.contract.conv)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lumotree.backends.operands import check_operands, check_recurrent_pool
 from lumotree.backends.protocol import Batch, GdnOps
 from lumotree.backends.torch_backend import TorchBackend
 from lumotree.contract import Contract
@@ -81,10 +82,10 @@ class WYBackend(TorchBackend):
                 f"claims={self.contract.claims!r}"
             )
 
-    def gdn_verify(
-        self, ops: GdnOps, pool: Tensor, batch: Batch, ws: Workspace, out: Tensor, layer: int
-    ) -> None:
+    def gdn_verify(self, ops: GdnOps, pool: Tensor, batch: Batch, ws: Workspace, out: Tensor, layer: int) -> None:
         """Outputs of each request's active rows from one solve; records the replay operands."""
+        check_operands("gdn_verify", ops, batch.rows)
+        check_recurrent_pool("gdn_verify", pool, ops, self.contract)
         check_room(batch, ws.limits, layer)
         ws.record_gdn(ops, layer)
         prepared, paths = self._prepare(ops), ancestor_rows(batch)

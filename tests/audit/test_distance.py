@@ -191,3 +191,15 @@ def test_metrics_stay_on_the_device_of_their_tensors() -> None:
         assert result.device.type == "cuda"
     with pytest.raises(ContractError, match="one device"):
         d.same_bits(a, b.cpu())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int32, torch.bool])
+@pytest.mark.parametrize("offset", [0, 1, 3])
+@pytest.mark.parametrize("count", [1, 2, 7, 8])
+def test_same_bits_does_not_depend_on_where_a_tensor_starts(dtype: torch.dtype, offset: int, count: int) -> None:
+    plain = torch.arange(count).remainder(2).to(dtype)
+    moved = torch.cat([torch.zeros(offset, dtype=dtype), plain])[offset:]
+    assert d.same_bits(plain, moved)
+    changed = moved.clone()
+    changed[-1] = 1 - changed[-1].int()
+    assert not d.same_bits(plain, changed)

@@ -299,7 +299,7 @@ def test_a_report_that_cannot_be_finished_leaves_the_old_one(tmp_path: Path, mon
 
 def test_check_writable_leaves_no_trace(tmp_path: Path) -> None:
     check_writable(tmp_path / "new")
-    assert os.listdir(tmp_path / "new") == []
+    assert os.listdir(tmp_path) == []
 
 
 def test_an_infinite_ratio_is_readable_everywhere() -> None:

@@ -377,5 +377,5 @@ def test_workspace_refuses_what_it_has_no_room_for() -> None:
         verify(world, clone(world.pools))
     world = make_world(TorchBackend(), [comb(5)])
     world.ops = replace(world.ops, gdn=replace(world.ops.gdn, k=world.ops.gdn.k.float()))  # type: ignore[union-attr,type-var]
-    with pytest.raises(ContractError, match="gdn k: expected torch"):
+    with pytest.raises(ContractError, match="gdn_verify k: expected torch"):
         verify(world, clone(world.pools))

@@ -70,11 +70,14 @@ def rule_over_path(modeling, ops, R0, path, dtype):
     """Output `[HV, dv]` and state `[HV, dv, dk]` of the last row of a path, by transformers' recurrent rule."""
     rule = inspect.unwrap(modeling.torch_recurrent_gated_delta_rule)
     rows = list(path)
+    q, k = ops.q[rows].to(dtype), ops.k[rows].to(dtype)
+    if "repeat_interleave" not in inspect.getsource(rule):  # older versions leave grouped heads to the caller
+        q, k = (x.repeat_interleave(HV // HK, dim=1) for x in (q, k))
     g = -ops.A_log.to(dtype).exp() * F.softplus(ops.a[rows].to(dtype) + ops.dt_bias.to(dtype))
     beta = ops.b[rows].to(dtype).sigmoid()
     out, state = rule(
-        ops.q[rows].to(dtype)[None], ops.k[rows].to(dtype)[None], ops.v[rows].to(dtype)[None], g=g[None],
-        beta=beta[None], initial_state=R0.to(dtype).mT[None], output_final_state=True, use_qk_l2norm_in_kernel=True,
+        q[None], k[None], ops.v[rows].to(dtype)[None], g=g[None], beta=beta[None], initial_state=R0.to(dtype).mT[None],
+        output_final_state=True, use_qk_l2norm_in_kernel=True,
     )  # fmt: skip
     assert state.dtype == out.dtype == dtype
     return out[0, -1], state[0].mT
@@ -160,7 +163,10 @@ def attention_tables(modeling, head_dim, rotary, positions):
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": rotary / head_dim}
     config = config_class(head_dim=head_dim, rope_parameters=rope, num_hidden_layers=1, hidden_size=32)
     name = "Qwen3_5TextRotaryEmbedding" if family == "qwen3_5" else "Qwen3NextRotaryEmbedding"
-    cos, sin = getattr(modeling, name)(config)(torch.zeros(1), torch.arange(positions)[None])
+    ids = torch.arange(positions)[None]
+    if family == "qwen3_5":  # time, height and width positions, equal for text
+        ids = ids.expand(3, 1, -1)
+    cos, sin = getattr(modeling, name)(config)(torch.zeros(1), ids)
     assert cos.shape == (1, positions, rotary)
     return cos, sin
 
@@ -214,9 +220,10 @@ def test_a_whole_gdn_layer_agrees_in_float64(modeling):
     layer = modeling.Qwen3_5GatedDeltaNet(config, 0).double().eval()
     hidden, prefill = normal(1, 6, 32, seed=12).double(), 3
     cache = DynamicCache(config=config)
+    keyword = "cache" if "cache" in inspect.signature(layer.forward).parameters else "cache_params"
     with torch.no_grad(), InFloat64():
-        outputs = [layer(hidden[:, :prefill], cache=cache)]
-        outputs += [layer(hidden[:, i : i + 1], cache=cache) for i in range(prefill, hidden.shape[1])]
+        outputs = [layer(hidden[:, :prefill], **{keyword: cache})]
+        outputs += [layer(hidden[:, i : i + 1], **{keyword: cache}) for i in range(prefill, hidden.shape[1])]
         got = torch.cat(outputs, 1)[0]
 
         x = hidden[0]

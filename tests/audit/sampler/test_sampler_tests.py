@@ -1,0 +1,245 @@
+"""Each statistic fails on its own negative control, whose power is computed here, and passes on a clean sampler."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from audit.power import rejection_power
+from audit.rule_law import multi_round_law, naive_law
+from audit.sampler_tests import TestResult, adjusted, band_cells, battery, token_cells
+from audit.walk_tally import WalkTally
+from lumotree.select_types import Walks
+
+N, LEVEL = 20_000, 1e-3
+
+
+def run(sampler, step, law, walks=N, seeds=(1, 2)):
+    """Battery after `walks` walks in two streams, as name@row -> result."""
+    tally = WalkTally(step)
+    for seed in seeds:
+        tally.add(sampler.walk(step, walks // len(seeds), seed))
+    tally.note_zero_emissions()
+    results = battery(tally, law, LEVEL, min_visits=500)
+    return tally, {r.id: r for r in results}, LEVEL / len(results)
+
+
+def rejects(result: TestResult, share: float) -> bool:
+    return result.p_value is not None and result.p_value <= share
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+@pytest.mark.parametrize("naive", [False, True])
+def test_a_clean_sampler_passes_every_test(lab, stochastic, naive):
+    step = lab.step(stochastic)
+    tally, results, share = run(lab.Reference(naive=naive), step, (naive_law if naive else multi_round_law)(step))
+    assert not tally.violations
+    assert [r.id for r in results.values() if rejects(r, share)] == []
+    names = {"node", "node bands", "outcome", "refused", "last", "joint", "lag last", "stream bonus"}
+    drafted = {"within", "drafts", "first", "second", "third"} if stochastic else set()
+    assert names | drafted <= {r.name for r in results.values() if r.p_value is not None}
+
+
+def test_the_number_of_tests_does_not_depend_on_the_visits(lab):
+    step = lab.step(True)
+    law = multi_round_law(step)
+    assert len(run(lab.Reference(), step, law)[1]) == len(run(lab.Reference(), step, law, walks=40)[1])
+
+
+def test_node_sees_a_shift_of_one_token(lab):
+    step, shift = lab.step(False), np.zeros(12)
+    shift[[5, 7]] = 0.03, -0.03
+    clean = step.target[0].numpy()
+    _, results, share = run(lab.Reference(target=lambda p: np.maximum(p + shift * (p[0] == 0), 0)), step, None)
+    changed = np.maximum(clean + shift, 0)
+    assert rejection_power(changed / changed.sum(), clean, N, share) > 0.999
+    assert rejects(results["node@0"], share)
+    assert "token" in results["node@0"].where
+
+
+def test_bands_see_a_change_of_temperature(lab):
+    step = lab.step(False)
+
+    def warmer(p):
+        return p**0.85 / (p**0.85).sum()
+
+    clean = step.target[0].numpy()
+    cells = band_cells(clean, N)
+    _, results, share = run(lab.Reference(target=warmer), step, None)
+    law = np.bincount(cells.cell, weights=warmer(clean), minlength=len(cells.law))
+    assert rejection_power(law, cells.law, N, share) > 0.99
+    assert rejects(results["node-bands@0"], share)
+
+
+def test_outcome_last_and_joint_see_another_rule_that_node_cannot_see(lab):
+    """The naive rule judged as multi-round: both are lossless, so only the tests of the rule's law may speak."""
+    step = lab.step(True)
+    law, other = multi_round_law(step), naive_law(step)
+    _, results, share = run(lab.Reference(naive=True), step, law)
+    ends, wrong = law.reach * law.bonus.sum(1), other.reach * other.bonus.sum(1)
+    assert rejection_power(wrong, ends, N, share) > 0.99  # refining the cells can only add noncentrality
+    for name in ("outcome@0", "last", "joint"):
+        assert rejects(results[name], share)
+    assert not any(rejects(r, share) for r in results.values() if r.name.startswith("node"))
+
+
+def test_refused_sees_a_bonus_from_the_target(lab):
+    """Residual taken from p: the law given a refusal is the target instead of the residual."""
+    step = lab.step(False)
+    law = multi_round_law(step)
+    tally, results, share = run(lab.Reference(residual=lambda _, p: np.tile(p, (len(_), 1))), step, law)
+    clean, n = law.bonus[0] / law.bonus[0].sum(), int(tally.refused[0].sum())
+    assert rejection_power(step.target[0].numpy(), clean, n, share) > 0.99
+    assert rejects(results["refused@0"], share)
+
+
+def sticky(coins):
+    """One walk in five takes over all coins of the walk before it."""
+    repeat = np.flatnonzero(np.random.default_rng(9).random(coins.shape[1]) < 0.2)
+    repeat = repeat[repeat > 0]
+    changed = coins.copy()
+    changed[:, repeat] = coins[:, repeat - 1]
+    return changed
+
+
+def test_lag_sees_coins_that_are_not_advanced(lab):
+    step = lab.step(False)
+    law = multi_round_law(step)
+    _, results, share = run(lab.Reference(coins=sticky), step, law)
+    ends = law.reach * law.bonus.sum(1)
+    pairs = 0.8 * np.outer(ends, ends) + 0.2 * np.diag(ends)
+    assert rejection_power(pairs.ravel(), np.outer(ends, ends).ravel(), N - 2, share) > 0.99
+    assert rejects(results["lag-last"], share)
+    assert rejects(results["lag-bonus"], share)
+
+
+def test_lag_mixed_sees_a_residual_coin_used_as_the_next_accept_coin(lab):
+    def reused(coins):
+        changed = coins.copy()
+        changed[0, 1:, 1] = coins[1, :-1, 0]
+        return changed
+
+    step = lab.step(False)
+    _, results, share = run(lab.Reference(coins=reused, naive=False), step, None)
+    # Where a walk ended at the root, its residual coin decides the next walk's first acceptance: about a tenth of all
+    # walks, and a dependence of correlation near 1 there: noncentrality of about 0.1^2 * 3 * N.
+    df = results["lag-bonus-to-last"].df
+    assert stats.ncx2.sf(stats.chi2.isf(share, df), df, 0.01 * 3 * N) > 0.99
+    assert rejects(results["lag-bonus-to-last"], share)
+
+
+def test_streams_see_a_seed_that_is_ignored(lab):
+    step = lab.step(False)
+    _, results, share = run(lab.Reference(seed=lambda _: 3), step, None)
+    df = results["stream-last"].df  # a diagonal table of k categories: noncentrality n (k - 1)
+    assert stats.ncx2.sf(stats.chi2.isf(share, df), df, N / 2 * np.sqrt(df)) > 0.99
+    assert rejects(results["stream-last"], share)
+    assert rejects(results["stream-bonus"], share)
+
+
+def test_within_and_drafts_see_one_coin_for_all_drafts(lab):
+    def shared(coins):
+        changed = coins.copy()
+        changed[2] = coins[2, :, :1]
+        return changed
+
+    step = lab.step(True)
+    _, results, share = run(lab.Reference(coins=shared), step, None)
+    df = results["drafts@0"].df
+    assert stats.ncx2.sf(stats.chi2.isf(share, df), df, N) > 0.99  # nearly diagonal: more than n
+    assert rejects(results["drafts@0"], share)
+    assert rejects(results["within@1"], share)
+
+
+def test_first_second_and_third_see_drafts_from_another_law(lab):
+    def other(q):
+        return q**0.8 / (q**0.8).sum()
+
+    step = lab.step(True)
+    _, results, share = run(lab.Reference(law=other), step, None)
+    clean = step.laws[0].numpy()
+    assert rejection_power(other(clean), clean, N, share) > 0.99
+    for name in ("first@0", "second@0", "third@0"):
+        assert rejects(results[name], share)
+
+
+def test_second_sees_siblings_that_are_right_one_by_one_but_not_together(lab):
+    """Second drafts shuffled over the walks: every marginal is right, and equal siblings show at once."""
+    step = lab.step(True)
+    walks = lab.Reference().walk(step, N, 1)
+    walks.tokens[:, 2] = walks.tokens[:, 2].roll(1)
+    tally = WalkTally(step)
+    tally.add(walks)
+    results = {r.id: r for r in battery(tally, None, LEVEL)}
+    assert [v.what for v in tally.violations if v.row == 2] == ["drafted again"]
+    assert not rejects(results["first@0"], LEVEL / len(results))
+    assert rejects(results["second@0"], LEVEL / len(results))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("last", -1, "outside the tree"),
+        ("last", 9, "outside the tree"),
+        ("bonus", -1, "outside the vocabulary"),
+        ("bonus", 12, "outside the vocabulary"),
+        ("bonus", 0, "probability zero: token 0 at row"),
+        ("tokens", -1, "draft outside the vocabulary: token -1 at row 0, 1 times"),
+        ("tokens", 1, "outside the declared law: token 1 at row 3"),
+    ],
+)
+def test_impossible_outcomes_are_noted_outright(lab, field, value, message):
+    step = lab.step(True)
+    walks = lab.Reference().walk(step, 300, 1)
+    getattr(walks, field)[7 if field != "tokens" else (7, 3)] = value
+    tally = WalkTally(step)
+    tally.add(walks)
+    tally.note_zero_emissions()
+    assert any(message.replace("row 0", "row 3") in str(v) for v in tally.violations)
+
+
+def test_a_fixed_draft_that_changes_is_noted(lab):
+    step = lab.step(False)
+    walks = lab.Reference().walk(step, 300, 1)
+    walks.tokens[0, 2] += 1
+    tally = WalkTally(step)
+    tally.add(walks)
+    assert [str(v).split(":")[0] for v in tally.violations] == ["fixed draft changed"]
+
+
+def test_cells_partition_the_vocabulary():
+    law = np.concatenate([[0.5, 0.0, 0.2], np.full(1000, 0.3 / 1000)])
+    for n in (10, 100, 2_000, 100_000):
+        for cells in (token_cells(law, n), band_cells(law, n)):
+            assert cells.law.sum() == pytest.approx(1)
+            assert cells.law[-1] == 0
+            assert cells.cell[1] == len(cells.law) - 1
+            assert set(cells.cell.tolist()) == set(range(len(cells.law)))
+            assert len(cells.law) == 2 or (cells.law[:-1] * n).min() >= 4.99
+    assert len(token_cells(law, 2_000).law) == 2 + 30 + 1  # 600 expected in the tail, at least 20 a block
+
+
+def test_a_tail_that_is_never_emitted_shows_in_the_blocks():
+    """Half of a flat tail is missing (TV 0.15), though no token of it expects 5."""
+    rng = np.random.default_rng(3)
+    law = np.concatenate([[0.7], np.full(4000, 0.3 / 4000)])
+    faulty = law * (np.arange(4001) <= 2000)
+    faulty[1:2001] *= 2
+    cells = token_cells(law, 2000)
+    wrong = np.bincount(cells.cell, weights=faulty, minlength=len(cells.law))
+    assert rejection_power(wrong, cells.law, 2000, 1e-6) > 0.99
+    assert cells.count(rng.multinomial(2000, faulty))[-6:].sum() == 0
+
+
+def test_holm_by_hand():
+    results = [TestResult("a", None, p, 9) for p in (0.01, 0.04, None, 0.02)]
+    assert adjusted(results) == pytest.approx([0.04, 0.08, 1.0, 0.06])
+
+
+def test_arrays_of_the_wrong_shape_are_refused(lab):
+    step = lab.step(False)
+    one = torch.zeros(3, dtype=torch.int64)
+    with pytest.raises(ValueError, match="expected last, bonus, refused"):
+        WalkTally(step).add(Walks(one, one[:2], one.bool(), torch.zeros(1, 6, dtype=torch.int64)))

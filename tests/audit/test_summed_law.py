@@ -1,0 +1,124 @@
+"""Summing a sampler's law: the shipped rules match, shifted breakpoints and shared coins show, the bound is honest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from audit.law_rules import RULES
+from audit.law_step import law_of_step
+from audit.summed_law import EDGE, SummedLaw, summed_law
+from lumotree import select
+from lumotree.errors import InputError
+from lumotree.select_types import Coins, Step, Walks
+from lumotree.tree import Tree
+
+SAMPLERS = {
+    "greedy": select.GREEDY,
+    "naive": select.NAIVE,
+    "multiround": select.MULTI_ROUND,
+    "traversal": select.TRAVERSAL,
+}
+TREES = ([-1, 0], [-1, 0, 0], [-1, 0, 1], [-1, 0, 0, 1], [-1, 0, 1, 1])
+
+
+def a_step(parents: list[int], vocab: int = 3, sampled: bool = False, seed: int = 7) -> Step:
+    rng = np.random.default_rng(seed)
+    target, laws = (torch.from_numpy(rng.dirichlet(np.ones(vocab), len(parents))) for _ in range(2))
+    tokens = rng.permutation(vocab).tolist() * 2
+    return Step(Tree.make(parents, tokens=tokens[: len(parents)]), target, laws if sampled else None)
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("parents", TREES, ids=str)
+def test_shipped_rules_have_the_exact_law(name: str, parents: list[int]) -> None:
+    for sampled in (False, True):
+        found = summed_law(SAMPLERS[name], a_step(parents, sampled=sampled and len(parents) < 4), RULES[name], 1 << 11)
+        assert found.unresolved == 0 and found.odd == ""
+        assert found.bound < 1e-9
+        assert sum(found.law.values()) == pytest.approx(1, abs=1e-12)
+        assert found.walks == found.cells * (1 + 4 * len(parents))
+
+
+def test_rows_with_zeros_and_ties() -> None:
+    target = torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.25, 0.75], [1.0, 0.0, 0.0]], dtype=torch.float64)
+    step = Step(Tree.make([-1, 0, 0], tokens=[0, 2, 0]), target)
+    for name, sampler in SAMPLERS.items():
+        assert summed_law(sampler, step, RULES[name], 1 << 11).bound < 1e-9
+
+
+@dataclass(frozen=True)
+class Changed:
+    """The multi-round rule with its coins or its outcome changed."""
+
+    fault: str
+
+    def select(self, step: Step, tokens: Tensor, coins: Coins) -> Walks:
+        accept, residual = coins.accept, coins.residual
+        if self.fault == "half":
+            residual = torch.full_like(residual, 0.5)
+        elif self.fault == "accept-zero":
+            accept = torch.zeros_like(accept)
+        elif self.fault == "shifted":  # accepts with coins below threshold + 0.03
+            accept = (accept - 0.03).clamp(min=0)
+        elif self.fault == "reused":
+            residual = accept[:, [1, 1, 1]]
+        elif self.fault == "mirrored":  # another sampler with the same law
+            residual = (1 - 2.0**-53) - residual
+        elif self.fault == "warm":
+            step = replace(step, target=step.target**0.9 / (step.target**0.9).sum(1, keepdim=True))
+        walks = select.MULTI_ROUND.select(step, tokens, Coins(accept, residual))
+        if self.fault == "outside":
+            walks = replace(walks, bonus=torch.where(walks.last == 0, step.target.shape[1], walks.bonus))
+        return walks
+
+
+def summed(fault: str, budget: int = 1 << 13) -> SummedLaw:
+    return summed_law(Changed(fault), a_step([-1, 0, 1]), RULES["multiround"], budget)
+
+
+@pytest.mark.parametrize("fault", ["half", "accept-zero", "shifted", "reused", "warm", "outside"])
+def test_a_changed_sampler_is_seen(fault: str) -> None:
+    found = summed(fault)
+    assert found.bound > 0.002
+    assert found.tv > 0.002 or found.odd
+
+
+def test_a_shifted_threshold_is_located() -> None:
+    found = summed("shifted", 1 << 6)
+    assert "accept coin of row" in found.odd and found.unresolved > 0
+
+
+def test_bound_covers_the_true_deviation() -> None:
+    """The law of "warm" is known: the summed one may be off by what was unresolved, never by more."""
+    step = a_step([-1, 0, 1])
+    warm = replace(step, target=step.target**0.9 / (step.target**0.9).sum(1, keepdim=True))
+    rule = RULES["multiround"]
+    true = float(np.abs(law_of_step(warm, rule).mass - law_of_step(step, rule).mass).sum() / 2)
+    for budget in (1 << 7, 1 << 13):
+        assert true <= summed("warm", budget).bound
+    assert summed("warm", 1 << 13).unresolved < summed("warm", 1 << 7).unresolved
+
+
+def test_a_sampler_with_the_same_law_and_other_pieces_converges() -> None:
+    coarse, fine = summed("mirrored", 1 << 8), summed("mirrored", 1 << 14)
+    assert fine.resolution < coarse.resolution
+    assert fine.tv < 0.05 and fine.unresolved < coarse.unresolved / 2
+
+
+def test_outside_the_vocabulary_is_an_outcome_of_its_own() -> None:
+    assert any(tokens[-1] == 3 for tokens, _, _ in summed("outside").law)
+
+
+def test_edges_are_small_and_counted() -> None:
+    found = summed("none")
+    assert 0 < found.edges < 2000 * EDGE
+
+
+def test_too_wide_a_step_is_refused() -> None:
+    with pytest.raises(InputError, match="budget"):
+        summed_law(select.NAIVE, a_step([-1, 0, 0, 0, 0], vocab=9), RULES["naive"], 1 << 10)
