@@ -14,7 +14,7 @@ from lumotree.coins import coins_for
 from lumotree.errors import InputError
 from lumotree.select import MULTI_ROUND, NAIVE, RULES, TRAVERSAL, Rule
 from lumotree.select_batch import Request, select_batch
-from lumotree.select_draft import draw_drafts, drafts_from_coins
+from lumotree.select_draft import drafts_from_coins, draw_drafts
 from lumotree.select_prepare import prepare
 from lumotree.select_reference import draw, snap
 from lumotree.select_types import Coins, Step
@@ -23,6 +23,15 @@ from lumotree.tree_named import hydra27, random_tree, star
 
 TOP = 1 - 2.0**-53  # the largest coin
 ALL_RULES = pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tiny operations on a shared machine lose more to waiting threads than they gain."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def random_rows(rng: np.random.Generator, n: int, vocab: int, dyadic: bool, least: int = 1) -> Tensor:
@@ -130,9 +139,13 @@ def test_walks_are_independent_of_each_other_and_inputs_stay_as_they_were(rule: 
     before = [x.clone() for x in (step.target, drafts, coins.accept, coins.residual)]
     whole = rule.select(step, drafts, coins)
     order = torch.randperm(5000, generator=torch.Generator().manual_seed(1))
-    mixed = rule.select(step, drafts if len(drafts) == 1 else drafts[order], Coins(coins.accept[order], coins.residual[order]))
+    mixed = rule.select(
+        step, drafts if len(drafts) == 1 else drafts[order], Coins(coins.accept[order], coins.residual[order])
+    )
     assert torch.equal(whole.last[order], mixed.last) and torch.equal(whole.bonus[order], mixed.bonus)
-    assert all(torch.equal(a, b) for a, b in zip(before, (step.target, drafts, coins.accept, coins.residual), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(before, (step.target, drafts, coins.accept, coins.residual), strict=True)
+    )
 
 
 def hydra_step(vocab: int, stochastic: bool, keep: int = 50) -> tuple[Step, Tensor, Tensor]:
@@ -311,9 +324,9 @@ def test_limits_out_of_range_are_refused() -> None:
 
 
 def test_full_vocabulary_walks_are_fast_enough_to_audit() -> None:
-    """A tenth of the benchmark's walks in well under a tenth of its time, with slack for a busy machine."""
+    """A tenth of one benchmark step; processor time, so that a busy machine does not matter."""
     step, _, _ = hydra_step(20_000, stochastic=True)
-    start = time.perf_counter()
+    start = time.process_time()
     ready = prepare(step)
     MULTI_ROUND.select(ready, draw_drafts(ready, 1, range(20_000), 0), coins_for(1, range(20_000), 0, 32))
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5

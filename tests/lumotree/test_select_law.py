@@ -137,7 +137,16 @@ def random_model(rng: np.random.Generator, vocab: int, zeros: bool = True, least
     return law
 
 
-TREES = [[-1, 0], [-1, 0, 0], [-1, 0, 1], [-1, 0, 0, 1], [-1, 0, 0, 2], [-1, 0, 0, 1, 1], [-1, 0, 0, 1, 2], [-1, 0, 1, 1]]
+TREES = [
+    [-1, 0],
+    [-1, 0, 0],
+    [-1, 0, 1],
+    [-1, 0, 0, 1],
+    [-1, 0, 0, 2],
+    [-1, 0, 0, 1, 1],
+    [-1, 0, 0, 1, 2],
+    [-1, 0, 1, 1],
+]
 SAMPLING = [NAIVE, MULTI_ROUND, TRAVERSAL]
 
 

@@ -34,9 +34,7 @@ class Counted:
 def test_clean_runs_keep_the_stated_level(lab, stochastic):
     """At most the level (Bonferroni: a bound). One exact binomial test at 1e-3 on the count."""
     step = lab.step(stochastic)
-    count = false_alarms(
-        lab.Reference(), step, RUNS, level=0.1, walks=1000, law=multi_round_law(step), min_visits=100
-    )
+    count = false_alarms(lab.Reference(), step, RUNS, level=0.1, walks=1000, law=multi_round_law(step), min_visits=100)
     assert stats.binom.sf(count - 1, RUNS, 0.1) > 1e-3
     assert count > 0  # a battery that cannot reject keeps any level
 

@@ -20,7 +20,7 @@ def full(request):
 
 
 def test_rows_are_laws_and_every_row_is_visited_often_enough(full):
-    recipe, step = full
+    _, step = full
     assert step.target.shape == (32, 151_936)
     np.testing.assert_allclose(step.target.sum(1).numpy(), 1, atol=1e-12)
     assert step.target.min() >= 0
