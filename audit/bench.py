@@ -42,7 +42,9 @@ def time_backend(name: str, shape: str, device: str, repeat: int) -> Timing:
     path = tree.path(max(tree.leaves, key=lambda row: int(tree.depth[row])))
     stage.verify()
     out, ops = stage.out[0]["gdn"], stage.operands("gdn", 0)
-    verify = _median(lambda: stage.run_verify("gdn", 0, ops, case.batch, out), stage.rewind, device, repeat)
+    verify = _median(lambda: stage.run_verify("gdn", 0, ops, case.batch, out), stage.reset, device, repeat)
+    stage.reset()
+    stage.verify()
     publish = _median(lambda: stage.publish([path]), stage.rewind, device, repeat)
     return Timing(name, len(tree.active_rows), len(path), verify, publish)
 

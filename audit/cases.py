@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
@@ -33,8 +33,10 @@ class CaseSpec:
     trees: names as `lumotree.tree_named.named` reads them, or "random:N"; one request each. prefixes: committed length
     of each request. placement: candidates' KV slots "scattered" over free pages, or "inplace" at the slots of the
     positions behind the prefix, where source and destination of the KV move overlap, or "shuffled", the same slots in
-    random order, where no order of moving one row at a time is right. padding: padding requests appended
-    to the batch. unit: whether the case is a unit of the envelope. control: whether positive controls run on it.
+    random order, where no order of moving one row at a time is right. padding: padding requests of the batch, where
+    `padding_at` says: "end", "start" or "middle" (behind half of the live requests). spare_slots: free state slots
+    beyond the live ones. slack: by how much each limit of a workspace is larger than the batch needs. unit: whether
+    the case is a unit of the envelope. control: whether positive controls run on it.
     """
 
     id: str
@@ -46,6 +48,9 @@ class CaseSpec:
     page_size: int = 1
     placement: str = "scattered"
     padding: int = 0
+    padding_at: str = "end"
+    spare_slots: int = 2
+    slack: int = 0
     pad_rows: int = 0
     inactive_fraction: float = 0.0
     unit: bool = False
@@ -84,18 +89,40 @@ class Case:
             Tree.make(t.parents, active=t.active, slots=s, num_slots=self.flat_slots, prefix_len=p)
             for t, s, p in zip(shapes, slots, spec.prefixes, strict=True)
         ]
-        self.slots = len(self.trees) + 2
+        self.slots = len(self.trees) + spec.spare_slots
         self.state_slots = self._state_slots(rng)
         self._fill([self._draw(layer) for layer in range(self.dims.layers)])
-        padding: list[Tree | None] = [None] * spec.padding
-        self.batch = self._guarded(
-            build_batch(
-                [*self.trees, *padding],
-                state_slots=[*self.state_slots, *[-1] * spec.padding],
-                page_table=torch.cat([self.page_table, torch.full((spec.padding, self.page_table.shape[1]), -1)]),
-                page_size=spec.page_size,
-                device=self.device,
+        self.batch = self._guarded(self.metadata())
+
+    @cached_property
+    def order(self) -> list[int | None]:
+        """Live request at each place of the batch; None is a padding request."""
+        count, padding = len(self.spec.trees), [None] * self.spec.padding
+        places = {"end": count, "start": 0, "middle": count // 2}
+        if self.spec.padding_at not in places:
+            raise ContractError(
+                f"case {self.spec.id}: unknown padding_at {self.spec.padding_at!r}; known: {', '.join(places)}"
             )
+        at = places[self.spec.padding_at]
+        return [*range(at), *padding, *range(at, count)]
+
+    def batch_index(self, request: int) -> int:
+        """Place in the batch of a live request."""
+        return self.order.index(request)
+
+    def in_batch_order(self, paths: Sequence[Sequence[int]], fill: Sequence[int] = ()) -> list[Sequence[int]]:
+        """One entry for each request of the batch: that of the live request, `fill` for padding."""
+        return [fill if i is None else paths[i] for i in self.order]
+
+    def metadata(self) -> Batch:
+        """A new batch of the case's trees, slots and pages, padding requests in their places."""
+        padding = torch.full((1, self.page_table.shape[1]), -1, dtype=torch.int32)
+        return build_batch(
+            [None if i is None else self.trees[i] for i in self.order],
+            state_slots=[-1 if i is None else self.state_slots[i] for i in self.order],
+            page_table=torch.cat([padding if i is None else self.page_table[i : i + 1] for i in self.order]),
+            page_size=self.spec.page_size,
+            device=self.device,
         )
 
     def _shape(self, name: str, rng: np.random.Generator) -> Tree:

@@ -14,6 +14,7 @@ from audit.controls import Outcome, run_controls
 from audit.horizon import memory_tokens, root_reach
 from audit.judge import Judge, Key
 from audit.native import NativeChain
+from audit.next_cycle import can_cycle, run_next_cycle
 from audit.rotation import rotate_requests
 from audit.stage import Stage
 from audit.tally import Tallies
@@ -68,6 +69,9 @@ def audit_case(backend: Any, spec: CaseSpec, device: torch.device | str = "cpu",
     stage.reset()
     if sampled:
         _chain_in_place(backend, judge, truth)
+    if sampled and can_cycle(case):
+        run_next_cycle(backend, judge)
+        stage.reset()
     if len(case.trees) > 1:
         rotate_requests(judge)
         stage.reset()

@@ -34,7 +34,9 @@ JUDGING_CODE: tuple[str, ...] = (
     "audit/families.py",
     "audit/judge.py",
     "audit/native.py",
+    "audit/next_cycle.py",
     "audit/operands.py",
+    "audit/rotation.py",
     "audit/stage.py",
     "audit/truth.py",
 )

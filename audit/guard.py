@@ -5,7 +5,6 @@ snapshots that are compared bit by bit.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -80,42 +79,76 @@ class Arena:
         return same_bits(buffer[:GUARD], clean) and same_bits(buffer[-GUARD:], clean)
 
 
+def _items(nest: Any) -> list[tuple[Any, Any]] | None:
+    """Named parts of a container or plain object; None for anything that has none."""
+    if isinstance(nest, Mapping):
+        return list(nest.items())
+    if isinstance(nest, list | tuple):
+        return list(enumerate(nest))
+    if isinstance(nest, Tensor | type) or callable(nest):
+        return None
+    slots = [name for kind in type(nest).__mro__ for name in getattr(kind, "__slots__", ())]
+    named = [(name, getattr(nest, name)) for name in slots if hasattr(nest, name)]
+    return [*named, *vars(nest).items()] if hasattr(nest, "__dict__") else named if slots else None
+
+
 def tensors_of(nest: Any, name: str = "") -> dict[str, Tensor]:
     """Every tensor in a nest of dataclasses, dicts, lists, tuples and plain objects, by dotted name."""
     if isinstance(nest, Tensor):
         return {name: nest}
-    if is_dataclass(nest) and not isinstance(nest, type):
-        items: Iterable[tuple[Any, Any]] = [(f.name, getattr(nest, f.name)) for f in fields(nest)]
-    elif isinstance(nest, Mapping):
-        items = list(nest.items())
-    elif isinstance(nest, list | tuple):
-        items = list(enumerate(nest))
-    elif hasattr(nest, "__dict__") and not isinstance(nest, type) and not callable(nest):
-        items = list(vars(nest).items())
-    else:
-        return {}
     found: dict[str, Tensor] = {}
-    for key, value in items:
+    for key, value in _items(nest) or ():
         found |= tensors_of(value, f"{name}.{key}" if name else str(key))
     return found
 
 
 class Snapshot:
-    """Copies of the tensors of a nest, for bitwise comparison and for rewinding in place."""
+    """Copies of the tensors of a nest, for bitwise comparison, and its structure, for rewinding in place.
+
+    Restoring puts back what lists, dicts and objects held (a workspace may consume a pending entry when it publishes)
+    and writes the saved values into the same tensors: captured graphs hold their addresses.
+    """
 
     def __init__(self, nest: Any) -> None:
         self._live = tensors_of(nest)
         self._saved = {name: t.clone() for name, t in self._live.items()}
+        self._structure: list[tuple[Any, list[tuple[Any, Any]]]] = []
+        self._record(nest, set())
+
+    def _record(self, nest: Any, seen: set[int]) -> None:
+        items = _items(nest)
+        if items is None or id(nest) in seen:
+            return
+        seen.add(id(nest))
+        if not isinstance(nest, tuple):
+            self._structure.append((nest, items))
+        for _, value in items:
+            self._record(value, seen)
 
     def changed(self) -> list[str]:
         """Names of tensors whose bits are no longer what they were."""
         return [name for name, t in self._live.items() if not same_bits(t, self._saved[name])]
 
     def restore(self) -> None:
-        """Write the saved values back, keeping addresses (captured graphs hold them)."""
+        """Put structure and values back."""
+        for nest, items in self._structure:
+            _refill(nest, items)
         for name, tensor in self._live.items():
             tensor.copy_(self._saved[name])
 
     def saved(self, name: str) -> Tensor:
         """The value at the time of the snapshot."""
         return self._saved[name]
+
+
+def _refill(nest: Any, items: list[tuple[Any, Any]]) -> None:
+    if isinstance(nest, dict):
+        nest.clear()
+        nest.update(items)
+    elif isinstance(nest, list):
+        nest[:] = [value for _, value in items]
+    elif not isinstance(nest, Mapping):
+        for name in set(getattr(nest, "__dict__", ())) - {name for name, _ in items}:
+            object.__delattr__(nest, name)
+        for name, value in items:
+            object.__setattr__(nest, name, value)  # frozen dataclasses too

@@ -87,6 +87,9 @@ def _gates(s: Source, dims: Dims, rows: int, regime: str) -> tuple[Tensor, Tenso
     elif regime == "large_gates":
         a, b = s.choice((-80.0, 80.0, 0.0), rows, hv), s.choice((-80.0, 80.0, 0.0), rows, hv)
         A_log = s.choice((-20.0, -4.0, 1.0, 4.0), hv)
+        # exp(100) overflows fp32 although softplus(100) and the decay, 0.988, do not.
+        A_log[0], A_log[-1] = 4.0, -9.0
+        a[1::2, -1] = 100.0
     return a, b, A_log, dt_bias
 
 
@@ -97,6 +100,15 @@ def _key_scale(s: Source, regime: str, rows: int) -> Tensor:
     if regime == "tiny_keys":
         return s.choice((1e-8, 1e-4, 1.0), rows, 1, 1)
     return torch.ones(rows, 1, 1)
+
+
+def _cool(dims: Dims, query: Tensor, keys: list[Tensor]) -> None:
+    """Give one channel that does not rotate to queries and keys of opposite sign; all scores fall far below zero."""
+    if dims.rotary_dim == dims.head_dim:
+        raise ContractError(f"regime cold: expected rotary_dim < head_dim={dims.head_dim}, got all channels rotary")
+    query[..., dims.rotary_dim] = -30.0
+    for key in keys:
+        key[..., dims.rotary_dim] = 30.0
 
 
 def draw_random(s: Source, dims: Dims, trees: list[Tree], regime: str, positions: int) -> Drawn:
@@ -119,12 +131,8 @@ def draw_random(s: Source, dims: Dims, trees: list[Tree], regime: str, positions
         s.uniform(-0.6, 0.6, dims.conv_channels, dims.conv_width).to(BF16),
     )
     kv = (dims.kv_heads, dims.head_dim)
-    attention = AttentionOps(
-        s.normal(rows, dims.q_heads, dims.head_dim).to(BF16),
-        s.normal(rows, *kv).to(BF16),
-        (s.normal(rows, *kv) * loud[..., None]).to(BF16),
-        *rope_tables(dims, positions),
-    )
+    query, key = s.normal(rows, dims.q_heads, dims.head_dim), s.normal(rows, *kv)
+    value = s.normal(rows, *kv) * loud[..., None]
     history = s.normal(requests, dims.conv_channels, dims.conv_width - 1).to(BF16)
     state = s.normal(requests, dims.hv, dims.dv, dims.dk) * (8.0 if regime == "near_one" else 0.5)
     for i, tree in enumerate(trees):
@@ -132,8 +140,12 @@ def draw_random(s: Source, dims: Dims, trees: list[Tree], regime: str, positions
         history[i, :, :unseen] = 0  # zeros before the start
         if tree.prefix_len == 0:
             state[i] = 0
-    prefix_k = [s.normal(t.prefix_len, *kv).to(BF16) for t in trees]
+    keys = [s.normal(t.prefix_len, *kv) for t in trees]
     prefix_v = [s.normal(t.prefix_len, *kv).to(BF16) for t in trees]
+    if regime == "cold":
+        _cool(dims, query, [key, *keys])
+    attention = AttentionOps(query.to(BF16), key.to(BF16), value.to(BF16), *rope_tables(dims, positions))
+    prefix_k = [k.to(BF16) for k in keys]
     return Drawn(gdn, conv, attention, state, history, prefix_k, prefix_v)
 
 
@@ -276,6 +288,6 @@ Draw = Callable[[Source, Dims, list[Tree], str, int], Drawn]
 
 #: Regime -> how its operands are drawn.
 REGIMES: dict[str, Draw] = {
-    **dict.fromkeys(("random", "near_one", "near_zero", "zero_keys", "tiny_keys", "large_gates"), draw_random),
+    **dict.fromkeys(("random", "near_one", "near_zero", "zero_keys", "tiny_keys", "large_gates", "cold"), draw_random),
     "exact": draw_exact,
 }

@@ -164,7 +164,7 @@ def _result(name: str, row: int | None, outcome: Outcome | None, where: str, n: 
         where,
         outcome.observed,
         outcome.expected,
-        detectable_tv(outcome.df, outcome.n, share),
+        None if outcome.df < 1 else detectable_tv(outcome.df, outcome.n, share),
     )
 
 

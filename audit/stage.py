@@ -13,6 +13,7 @@ from audit.cases import Case
 from audit.guard import Snapshot, poison_
 from lumotree.backends.batch import accepted_paths
 from lumotree.backends.protocol import (
+    SHARED_OPERANDS,
     SURFACES,
     Accepted,
     AttentionOps,
@@ -40,8 +41,12 @@ class Stage:
         self.surfaces = [s for s in SURFACES if covered[s][0] and (surfaces is None or s in surfaces)]
         self.publishes = [s for s in self.surfaces if covered[s][1]]
         d, rows = case.dims, case.batch.rows
-        limits = Limits(case.batch.requests, rows, self.longest, case.slots, d.layers)
-        self.ws = self.allocate(limits)
+        more = case.spec.slack  # engines allocate for the largest batch, not for this one
+        self.limits = Limits(
+            case.batch.requests + more, rows + more, self.longest + more, case.slots + more, d.layers + more
+        )
+        self.ws = self.allocate(self.limits)
+        self.fresh = Snapshot(self.ws)
         shapes = {
             "gdn": (rows, d.hv, d.dv),
             "conv": (rows, d.conv_channels),
@@ -51,7 +56,9 @@ class Stage:
             {s: case.arena.empty(f"out.{s}[{layer}]", shapes[s], torch.bfloat16) for s in self.surfaces}
             for layer in range(d.layers)
         ]
-        self.inputs = Snapshot({"gdn": case.gdn, "conv": case.conv, "attention": case.attention, "batch": case.batch})
+        self._inputs = {"gdn": case.gdn, "conv": case.conv, "attention": case.attention, "batch": case.batch}
+        self.inputs = Snapshot(self._inputs)
+        self.expired: Snapshot | None = None
         self.before = Snapshot(case.pools)
 
     @property
@@ -88,8 +95,7 @@ class Stage:
     def publish(self, paths: Sequence[Sequence[int]], layers: Iterable[int] | None = None) -> None:
         """Publish one accepted path for each live request, padding requests excepted, in all layers."""
         chosen = list(range(self.case.dims.layers)) if layers is None else list(layers)
-        padding: list[Sequence[int]] = [()] * self.case.spec.padding
-        accepted = accepted_paths([*paths, *padding], self.case.device, self.longest)
+        accepted = accepted_paths(self.case.in_batch_order(paths), self.case.device, self.longest)
         for surface in self.publishes:
             self.run_publish(surface, self.case.batch, accepted, chosen)
 
@@ -98,14 +104,25 @@ class Stage:
         self._call(SURFACES[surface][1], self.pool(surface), batch, accepted, self.ws, layers)
 
     def rewind(self) -> None:
-        """Back to the moment after verify."""
+        """Back to the moment after verify, with the operands gone: the next layer's or cycle's lie where they lay."""
         self.verified.restore()
         self.recorded.restore()
+        # Behind the workspace's restore: a workspace that kept a reference must not bring the operands back.
+        self._expire_operands()
+
+    def _expire_operands(self) -> None:
+        for ops in (*self.case.gdn, *self.case.conv, *self.case.attention):
+            for name, value in vars(ops).items():
+                if name not in SHARED_OPERANDS:
+                    poison_(value)
+        if self.expired is None:
+            self.expired = Snapshot(self._inputs)
 
     def reset(self) -> None:
-        """Back to the moment before verify; inputs too, in case a broken backend changed them."""
+        """Back to the moment before the first verify: pools, workspace, and inputs in case a backend changed them."""
         self.before.restore()
         self.inputs.restore()
+        self.fresh.restore()
 
     def export(self, request: int, layer: int) -> State:
         """Canonical state of a request's slot. Raises BackendError when it does not have the canonical form."""

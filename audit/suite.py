@@ -17,12 +17,13 @@ from audit import assemble, envelope
 from audit.cases import CaseSpec, family_sha256
 from audit.component import CaseResult
 from audit.environment import code_sha256, environment, object_sha256
-from audit.families import SHAPES, Shape, family, fits, replayed_cases, units
+from audit.families import SHAPES, Shape, family, fits, fitting_shape, replayed_cases, units
 from audit.frame import cells_frame
 from audit.report import Check, EnvelopeRef, Report, decide
 from audit.runner import run_cases
 from lumotree.backends.loader import load_backend
 from lumotree.backends.protocol import SURFACES, covered_surfaces
+from lumotree.contract import Contract
 from lumotree.errors import InputError
 
 
@@ -57,7 +58,7 @@ def shape_of(options: Options, backend: Any) -> Shape:
     name = options.shape or ("micro" if getattr(backend, "interpreted", False) else "27B")
     if name not in SHAPES:
         raise InputError(f"--shape: expected one of {', '.join(SHAPES)}, got {name!r}")
-    return SHAPES[name]
+    return fitting_shape(SHAPES[name], backend.contract)
 
 
 def default_envelope(options: Options, shape: Shape) -> Path:
@@ -222,7 +223,7 @@ def _report(
         *assemble.small_checks(assemble.merged(small), contract),
         *enveloped,
     ]
-    controls = assemble.controls_of(results, surfaces, partial=bool(options.only) or suite == "calibration")
+    controls = assemble.controls_of(results, surfaces, partial=_partial(options, contract, suite))
     doubts = assemble.doubts_of(results, [s for s in SURFACES if covered[s][0]], horizon=not options.only)
     graphs = assemble.graphs_of(results)
     if options.graph and graphs.get("replays", 0) <= graphs.get("captures", 0):
@@ -255,6 +256,11 @@ def _report(
         cells_frame(assemble.cell_records(results)) if any(r.statistics for r in results) else None,
         list(results),
     )
+
+
+def _partial(options: Options, contract: Contract, suite: str) -> bool:
+    """Whether controls that no case reaches are left out: chosen cases, calibration, a contract without branches."""
+    return bool(options.only) or suite == "calibration" or not contract.trees
 
 
 def _reproduce(options: Options) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from audit.report import Check
 from lumotree.contract import Contract
@@ -28,6 +28,9 @@ CHECKS: dict[str, tuple[str, str, str]] = {
     "gdn.rotation": ("requests in another order", "gdn", "bitwise"),
     "conv.rotation": ("requests in another order", "conv", "bitwise"),
     "attention.rotation": ("requests in another order", "attention", "bitwise"),
+    "gdn.cycle": ("next cycle, same workspace", "gdn", "bitwise"),
+    "conv.cycle": ("next cycle, same workspace", "conv", "bitwise"),
+    "attention.cycle": ("next cycle, same workspace", "attention", "bitwise"),
     "gdn.untouched": ("all else unchanged", "gdn", "bitwise"),
     "conv.untouched": ("all else unchanged", "conv", "bitwise"),
     "attention.untouched": ("all else unchanged", "attention", "bitwise"),
@@ -47,7 +50,7 @@ STRICT = ("exact-grid", "bitwise", "derived")
 
 #: Bitwise checks that an "algebra" backend does not claim; they are reported, not judged.
 CLAIMED = (
-    *(i for i in CHECKS if i.endswith((".out.bitwise", ".rotation"))),
+    *(i for i in CHECKS if i.endswith(".out.bitwise")),
     "gdn.state.bitwise",
     "attention.state.bitwise",
 )
@@ -119,6 +122,20 @@ def judged(check: str, contract: Contract) -> bool:
     """Whether a check can fail a backend that declares this contract; otherwise it is only reported."""
     _, surface, rung = CHECKS[check]
     return rung in STRICT and not (contract.claim(surface) == "algebra" and check in CLAIMED)
+
+
+def fold(part: Tallies, into: Tallies, kind: str, contract: Contract) -> None:
+    """Add what a repetition of the whole case showed to one check a surface, `{surface}.{kind}`.
+
+    Only what the backend can fail under its contract counts, so that an "algebra" backend is held to its bounds.
+    """
+    for check, tally in part.items():
+        if judged(check, contract):
+            target = into[f"{CHECKS[check][1]}.{kind}"]
+            target.add(tally.cells, tally.cells - tally.failed)
+            target.failed += tally.failed
+            places = [replace(p, check=target.check, got=f"{p.got} ({check})") for p in tally.places]
+            target.places = (target.places + places)[:KEPT]
 
 
 def to_check(tally: Tally, contract: Contract) -> Check:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,13 +21,17 @@ from lumotree.tree_named import chain
 
 @dataclass(frozen=True)
 class GdnTruth:
-    """Oracle of one row (see OracleRow): output and its bound, bound of the state as the pool must hold it, and the
-    errors of the backend's own chain against that state."""
+    """Oracle of one row (see OracleRow): output and its bound, bound of the state as the pool must hold it.
+
+    native: errors of the backend's own chain against the state that decoding leaves; native_out: output and bound of
+    decoding. Both differ from the tree's only where the pool rounds what the tree carries in fp32.
+    """
 
     out: Tensor
     out_bound: Tensor
     state_bound: Tensor
     native: HeadErrors
+    native_out: tuple[Tensor, Tensor]
 
 
 class GdnOracle:
@@ -40,18 +44,32 @@ class GdnOracle:
     def __init__(self, case: Case, request: int, layer: int) -> None:
         self.tree, self.contract = case.trees[request], case.contract
         lo, hi = case.offsets[request : request + 2]
-        self.ops = _gdn_rows(case.gdn[layer], slice(lo, hi))
+        self.ops = _gdn_rows(case.gdn[layer], list(range(lo, hi)))  # copies: the case's own operands expire
         self.start = canonical(case.pools.recurrent[layer, case.state_slots[request]], case.contract).clone()
 
     def against(self, native: RowTrace) -> list[GdnTruth | None]:
         """Truth of every row, None for inactive ones."""
+        if self.contract == self.native_contract:
+            return self._walk(native, self.contract)
+        tree, chain_ = self._walk(native, self.contract), self._walk(native, self.native_contract)
+        return [
+            t and c and replace(t, native=c.native, native_out=(c.out, c.out_bound))
+            for t, c in zip(tree, chain_, strict=True)
+        ]
+
+    @property
+    def native_contract(self) -> Contract:
+        """What decoding does: a bf16 pool rounds the state at every token, whatever the tree carries in between."""
+        return replace(self.contract, carry="bf16") if self.contract.state_dtype == torch.bfloat16 else self.contract
+
+    def _walk(self, native: RowTrace, contract: Contract) -> list[GdnTruth | None]:
         truth: list[GdnTruth | None] = [None] * self.tree.n
-        for row in gdn_oracle(self.tree, self.start, self.ops, self.contract, recycle=True):
+        for row in gdn_oracle(self.tree, self.start, self.ops, contract, recycle=True):
             got = native.recurrent[row.row]
             assert got is not None
-            state, bound = published(row, self.contract)
-            errors = state_errors(canonical(got, self.contract), state, bound)
-            truth[row.row] = GdnTruth(row.out, row.out_bound, bound, errors)
+            state, bound = published(row, contract)
+            errors = state_errors(canonical(got, contract), state, bound)
+            truth[row.row] = GdnTruth(row.out, row.out_bound, bound, errors, (row.out, row.out_bound))
         return truth
 
     def state(self, row: int, ops: GdnOps | None = None) -> Tensor:
@@ -62,7 +80,7 @@ class GdnOracle:
         return published(last, self.contract)[0]
 
 
-def _gdn_rows(ops: GdnOps, rows: slice | list[int]) -> GdnOps:
+def _gdn_rows(ops: GdnOps, rows: list[int]) -> GdnOps:
     return GdnOps(ops.q[rows], ops.k[rows], ops.v[rows], ops.a[rows], ops.b[rows], ops.A_log, ops.dt_bias)
 
 
@@ -103,6 +121,7 @@ def _attention(case: Case, request: int, layer: int) -> OracleAttention:
         type(ops)(ops.q[lo:hi], ops.k[lo:hi], ops.v[lo:hi], ops.cos, ops.sin),
         case.pools.cache.k[layer, where],
         case.pools.cache.v[layer, where],
+        case.contract.probs,
     )
 
 

@@ -22,6 +22,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "softplus": ("log1p", "log_exp"),
     "head_map": ("grouped", "tiled"),
     "carry": ("fp32", "bf16"),
+    "probs": ("fp32", "bf16"),
     "zeros": ("signed", "unsigned"),
     "claims": ("bitwise", "algebra"),
 }
@@ -42,6 +43,7 @@ class Contract:
     softplus: `log1p(exp(x))` or `log(1 + exp(x))`; both linear above 20.
     head_map: value head h reads key head `h // (HV // HK)` ("grouped") or `h % HK` ("tiled").
     carry: a parent's state reaches its child in fp32, or through a bf16 buffer.
+    probs: attention weights multiply the values in fp32, or each is rounded to bf16 first, as flash kernels do.
     zeros: the sign of a zero in a state or output is part of its bits, or ("unsigned") it is not: a kernel that adds a
         loaded state to 0 turns -0 into +0 in one place and not in another, which changes no other value.
     claims: "bitwise" if tree outputs and published states equal the backend's own one-token chain bit for bit;
@@ -62,6 +64,7 @@ class Contract:
     softplus: str = "log1p"
     head_map: str = "grouped"
     carry: str = "fp32"
+    probs: str = "fp32"
     zeros: str = "signed"
     claims: str = "bitwise"
     algebra: tuple[str, ...] = ()

@@ -174,6 +174,9 @@ class BackendBase:
     kv_publish(cache, batch, accepted, ws, layers)
     native_step(ops: StepOps, pools, batch, out: StepOut, layer)   one row a request, state and KV advanced in place
 
+    Per-row operands and metadata are only there during the call: engines reuse their buffers. The audit overwrites the
+    operands before it publishes and writes the next cycle's metadata where the last one's was, so a verify method
+    records what its publish method needs, and a deferred publication records its batch. All tensors are contiguous.
     In native_step the row's KV goes to `batch.row_slot`, which is the committed slot of its position. Rows of
     inactive or padded requests (`state_slot == -1`, `length == 0`) touch nothing. `interpreted` says that the kernel
     runs under an interpreter here, so that the audit picks shapes that finish.

@@ -29,6 +29,8 @@ from lumotree.reference.rounding import TINY, half_ulp_bound
 
 #: Unit roundoff of fp32, and the largest relative size of one ulp.
 U: float = 2.0**-24
+#: Unit roundoff of bf16.
+U_BF16 = 2.0**-9
 ULP: float = 2.0**-23
 #: Terms of higher order, and the oracle's own rounding.
 SECOND: float = 1.0 + 2.0**-10

@@ -85,7 +85,14 @@ class _Factors:
     def row_bound(self, i: int) -> RowBound:
         b = self.bound
         return RowBound(
-            b.decay[i], b.decay_err[i], b.beta[i], b.beta_err[i], b.key[i], b.key_err[i], b.query[i], b.query_err[i],
+            b.decay[i],
+            b.decay_err[i],
+            b.beta[i],
+            b.beta_err[i],
+            b.key[i],
+            b.key_err[i],
+            b.query[i],
+            b.query_err[i],
             b.dk,
         )
 

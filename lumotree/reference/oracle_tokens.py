@@ -102,11 +102,12 @@ def _per_query(x: Tensor, query_heads: int) -> Tensor:
 
 
 def attention_oracle(
-    tree: Tree, ops: AttentionOps, K_prefix: Tensor, V_prefix: Tensor
+    tree: Tree, ops: AttentionOps, K_prefix: Tensor, V_prefix: Tensor, probs: str = "fp32"
 ) -> OracleAttention:
     """Attention outputs of the active rows, `[A, Hq, dh]`, and their rotated keys.
 
     Positions are the tree's. K_prefix, V_prefix: committed bf16 `[P, Hkv, dh]` in position order, keys rotated.
+    probs: as the contract declares; weights rounded to bf16 widen the bound by their half ulp.
     """
     parents, rows = _topology(tree)
     at = torch.as_tensor(tree.position[rows], device=ops.q.device)
@@ -118,12 +119,12 @@ def attention_oracle(
     K_err = _per_query(torch.cat([torch.zeros_like(prefix), k_err]), heads)
     V = _per_query(torch.cat([V_prefix.to(torch.float64), ops.v[rows].to(torch.float64)]), heads)
     hidden = ~_visible(parents, rows, len(prefix), q.device)[None]
-    out, bound = _attend(q.transpose(0, 1), q_err.transpose(0, 1), K, K_err, V, hidden, scale)
+    out, bound = _attend(q.transpose(0, 1), q_err.transpose(0, 1), K, K_err, V, hidden, scale, probs)
     return OracleAttention(rows, out.transpose(0, 1), bound.transpose(0, 1), k, k_err)
 
 
 def _attend(
-    q: Tensor, q_err: Tensor, K: Tensor, K_err: Tensor, V: Tensor, hidden: Tensor, scale: float
+    q: Tensor, q_err: Tensor, K: Tensor, K_err: Tensor, V: Tensor, hidden: Tensor, scale: float, form: str
 ) -> tuple[Tensor, Tensor]:
     """Outputs and bounds, `[Hq, A, dh]`."""
     keys = int((~hidden).sum(-1).max())
@@ -133,6 +134,8 @@ def _attend(
     magnitude = (q.abs() + q_err) @ (K.abs() + K_err).mT
     moved = q.abs() @ K_err.mT + q_err @ (K.abs() + K_err).mT
     rho = bounds.softmax_error(bounds.score_error(magnitude, moved, scale, q.shape[-1]), below, keys)
+    if form == "bf16":
+        rho = rho + bounds.U_BF16 * (1 + rho)
     weighted_rho = probs * rho
     out = probs @ V
     error = bounds.attention_error(

@@ -97,6 +97,39 @@ def test_slot_zero_is_live_when_there_is_padding_that_could_be_clamped_to_it(eng
         assert case.batch.cu_rows.tolist() == [0, 6, 6]
 
 
+@pytest.mark.parametrize(
+    ("where", "order"),
+    [("end", [0, 1, 2, None, None]), ("start", [None, None, 0, 1, 2]), ("middle", [0, None, None, 1, 2])],
+)
+def test_padding_requests_lie_where_the_spec_says(where: str, order: list[int | None], engine: Any) -> None:
+    fields = {"trees": ("chain:2", "star:3", "chain:1"), "prefixes": (1, 2, 3), "padding": 2, "padding_at": where}
+    case, last = Case(engine.spec(**fields), CONTRACT), Case(engine.spec(**fields | {"padding_at": "end"}), CONTRACT)
+    assert case.order == order and [case.batch_index(i) for i in range(3)] == [order.index(i) for i in range(3)]
+    assert case.in_batch_order([(0, 1), (0,), (2,)]) == [() if i is None else [(0, 1), (0,), (2,)][i] for i in order]
+    assert case.in_batch_order([(0,)] * 3, fill=(7,)).count((7,)) == 2
+    batch, pages = case.batch, case.page_table.shape[1]
+    assert batch.state_slot.tolist() == [-1 if i is None else case.state_slots[i] for i in order]
+    assert batch.prefix_len.tolist() == [0 if i is None else case.spec.prefixes[i] for i in order]
+    for at, i in enumerate(order):
+        lo, hi = batch.cu_rows[at : at + 2].tolist()
+        assert hi == lo if i is None else (lo, hi) == tuple(case.offsets[i : i + 2])
+        assert batch.row_request[lo:hi].tolist() == [at] * (hi - lo)
+        assert batch.page_table[at].tolist() == ([-1] * pages if i is None else case.page_table[i].tolist())
+    assert torch.equal(case.gdn[0].k, last.gdn[0].k) and case.state_slots == last.state_slots
+    assert torch.equal(batch.row_slot, last.batch.row_slot) and torch.equal(batch.parent, last.batch.parent)
+
+
+def test_an_unknown_place_of_padding_is_refused(engine: Any) -> None:
+    with pytest.raises(ContractError, match="unknown padding_at 'front'; known: end, start, middle"):
+        Case(engine.spec(padding=1, padding_at="front"), CONTRACT)
+
+
+def test_spare_slots_are_free_and_poisoned(engine: Any) -> None:
+    case = Case(engine.spec(spare_slots=31), CONTRACT)
+    assert case.slots == 32 == case.pools.recurrent.shape[1] == case.pools.conv.shape[1]
+    assert int(case.pools.recurrent[0].isfinite().flatten(1).all(1).sum()) == 1
+
+
 def test_everything_that_must_not_be_read_is_poison(engine: Any) -> None:
     case = Case(engine.spec(page_size=16, prefixes=(20,)), CONTRACT)
     free = [s for s in range(case.slots) if s not in case.state_slots]

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from audit.cases import Case
-from audit.families import DIMS_EXACT, DIMS_MICRO, DIMS_MICRO_EXACT
+from audit.families import DIMS_EXACT, DIMS_MICRO, DIMS_MICRO_EXACT, DIMS_MICRO_FULL
 from audit.horizon import memory_tokens, root_reach
 from audit.judge import exact_width
 from audit.operands import EXACT_STATE_UNIT, REGIMES, Source, on_grid
 from audit.truth import find_truth
 from lumotree.backends.reference import ReferenceBackend
 from lumotree.contract import Contract
+from lumotree.errors import ContractError
 from lumotree.reference.gdn import gates, gdn_row, gdn_step, normalise
 from lumotree.verifier.attention import rope
 
@@ -51,6 +52,26 @@ def test_large_gates_saturate_both_ways(engine: Any) -> None:
     decay = decays(case)
     assert (decay == 0).any() and (decay == 1).any()
     assert {-80.0, 80.0} <= set(case.gdn[0].b.flatten().tolist())
+
+
+def test_large_gates_overflow_exp_but_not_the_decay(engine: Any) -> None:
+    case = Case(engine.spec(regime="large_gates"), CONTRACT)
+    ops = case.gdn[0]
+    assert torch.exp(ops.a[1::2, -1].float()).isinf().all() and ops.A_log[-1] == -9
+    assert ((decays(case)[1::2, -1] - 0.98773).abs() < 1e-3).all()
+
+
+def test_cold_scores_are_all_far_below_zero(engine: Any) -> None:
+    case = Case(engine.spec(regime="cold"), CONTRACT)
+    ops, prefix = case.attention[0], case.committed(0, range(5))
+    q, (k, cached) = ops.q.float(), (ops.k.float(), case.pools.cache.k[0, prefix].float())
+    keys = torch.cat([k, cached])[:, [0, 0]]
+    assert torch.einsum("ihd,jhd->hij", q, keys).max() * DIMS_MICRO.head_dim**-0.5 < -150
+
+
+def test_cold_needs_a_channel_that_does_not_rotate(engine: Any) -> None:
+    with pytest.raises(ContractError, match="expected rotary_dim < head_dim=8"):
+        Case(engine.spec(regime="cold", dims=DIMS_MICRO_FULL), CONTRACT)
 
 
 def exact_case(engine: Any, dims: Any = DIMS_MICRO_EXACT, tree: str = "hydra27") -> Case:

@@ -166,10 +166,19 @@ def test_constant_outputs_are_among_the_reasons(few: None, folder: Path) -> None
     assert "outputs of conv are constant in every case" in report.reasons
 
 
-def test_a_backend_whose_contract_takes_no_unit_makes_no_envelope(few: None, folder: Path) -> None:
+def test_units_are_drawn_on_a_tree_that_the_contract_takes(few: None, folder: Path) -> None:
     (folder / "const.py").write_text(CONSTANT)
-    with pytest.raises(InputError):
-        suite.calibrate(options("const:Chain"))
+    run = suite.calibrate(options("const:Chain"))
+    assert "micro mtp5" in run.report.suite
+
+
+def test_a_contract_that_takes_no_tree_at_all_is_refused(folder: Path) -> None:
+    (folder / "one.py").write_text(
+        "from lumotree.backends.torch_backend import TorchBackend\nfrom lumotree.contract import Contract\n"
+        "def One():\n    return TorchBackend(Contract(max_rows=1))\n"
+    )
+    with pytest.raises(InputError, match="expected max_rows >= 2"):
+        suite.calibrate(options("one:One"))
     assert not (folder / "env.json").exists()
 
 

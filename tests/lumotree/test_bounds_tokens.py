@@ -202,3 +202,25 @@ def test_bounds_of_outputs_are_little_more_than_half_a_bf16_ulp() -> None:
     history, conv = _conv_inputs("random")
     truth_conv = conv_oracle(TREE, history, conv, Contract())
     assert (truth_conv.bound / truth_conv.out.abs()).median() < 2.0**-8
+
+
+def flash_with_bf16_weights(q: Tensor, K: Tensor, V: Tensor) -> Tensor:
+    """One row as flash kernels do it: unnormalised weights rounded to bf16 in front of the values, fp32 sums."""
+    group = q.shape[0] // K.shape[1]
+    keys, values = (x.float().transpose(0, 1).repeat_interleave(group, 0) for x in (K, V))
+    scores = (q.float()[:, None] * keys).sum(-1) * q.shape[-1] ** -0.5
+    weights = torch.exp(scores - scores.amax(-1, keepdim=True))
+    total = (weights.bfloat16().float()[..., None] * values).sum(1)
+    return (total / weights.sum(-1, keepdim=True)).bfloat16()
+
+
+def test_bf16_weights_need_to_be_declared() -> None:
+    gen = torch.Generator().manual_seed(5)
+    tree = Tree.make([-1], prefix_len=60)
+    draw = lambda *shape: torch.randn(shape, generator=gen).bfloat16()  # noqa: E731
+    ops = AttentionOps(draw(1, 8, 32), draw(1, 2, 32), draw(1, 2, 32), torch.ones(64, 4), torch.zeros(64, 4))
+    K, V = draw(60, 2, 32), draw(60, 2, 32)
+    got = flash_with_bf16_weights(ops.q[0], torch.cat([K, ops.k]), torch.cat([V, ops.v])).double()
+    undeclared, declared = (attention_oracle(tree, ops, K, V, probs) for probs in ("fp32", "bf16"))
+    assert ((got - undeclared.out[0]).abs() / undeclared.bound[0]).max() > 1
+    assert ((got - declared.out[0]).abs() / declared.bound[0]).max() <= 1
