@@ -39,7 +39,7 @@ def run_next_cycle(backend: Any, judge: Judge) -> None:
     paths = [_accepted(tree) for tree in case.trees]
     stage.verify()
     stage.publish(paths)
-    trees = [_next_tree(tree, len(path)) for tree, path in zip(case.trees, paths, strict=True)]
+    trees = [_next_tree(t, len(path), stage.limits.path) for t, path in zip(case.trees, paths, strict=True)]
     _draw_operands(case, trees)
     batch = _next_batch(case, trees)
     second = _with(case, trees, batch, case.pools)
@@ -60,9 +60,12 @@ def _accepted(tree: Tree) -> tuple[int, ...]:
     return deepest[: max(1, tree.n - 1)]
 
 
-def _next_tree(tree: Tree, accepted: int) -> Tree:
-    """Another shape of the same size behind the accepted rows: pairs below the root where they fit, else a star."""
-    deep = accepted + 2 <= tree.n
+def _next_tree(tree: Tree, accepted: int, longest: int) -> Tree:
+    """Another shape of the same size behind the accepted rows: pairs below the root where they fit, else a star.
+
+    longest: rows of a path that the workspace was allocated for.
+    """
+    deep = accepted + 2 <= tree.n and longest >= 3
     parents = [-1]
     for row in range(1, tree.n):
         before = row - 1 if deep and row % 2 == 0 and tree.active[row - 1] else 0
