@@ -7,8 +7,12 @@ import shlex
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from audit import __version__
+
+if TYPE_CHECKING:
+    from audit.sampler import Options as SamplerOptions
 
 EXIT_USAGE, EXIT_INTERNAL = 2, 70
 
@@ -18,7 +22,7 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="lumotree-audit",
         description="Audit tree verifiers for hybrid language models: outputs and published state against a "
-        "sequential reference.",
+        "sequential reference, and the law of a sampler.",
         epilog="exit codes: 0 PASS, 1 FAIL, 2 bad input, 3 INCONCLUSIVE, 70 internal error",
     )
     top.add_argument("--version", action="version", version=f"lumotree-audit {__version__}")
@@ -28,16 +32,43 @@ def parser() -> argparse.ArgumentParser:
     calibrate.add_argument("--force", action="store_true", help="replace an existing envelope")
     check = commands.add_parser("check", help="judge a backend on the held-out set")
     _common(check)
-    check.add_argument("--suite", choices=("component",), default="component", help="which suite to run")
+    check.add_argument(
+        "--suite",
+        choices=("component", "sampler", "all"),
+        default=None,
+        help="which suite to run (default: all for an unrestricted check of the backends torch and triton, whose "
+        "selection rule is ours, else component; restricted is a check with --shape, --sets, --instances, --device, "
+        "--only or --graph)",
+    )
     check.add_argument("--only", action="append", default=[], metavar="CASE", help="run this case alone (repeatable)")
     check.add_argument("--graph", action="store_true", help="replay captured CUDA graphs (needs a GPU)")
+    _sampler_arguments(commands.add_parser("sample", help="judge the law of a sampler"))
     bench = commands.add_parser("bench", help="seconds and rows a second: reference, bank, path-parallel")
     bench.add_argument("--shape", default="27B", help="main shape: 27B, tiny or micro")
     bench.add_argument("--device", default="cpu", help="torch device")
     bench.add_argument("--repeat", type=_positive, default=5, help="timed repetitions; the median is printed")
     bench.add_argument("--backends", default="reference,bank,torch", help="comma-separated backends")
     commands.add_parser("backends", help="list the backends that are known by name")
+    commands.add_parser("samplers", help="list the samplers that are known by name")
     return top
+
+
+def _sampler_arguments(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--sampler", default="multi-round", help="rule (multi-round, naive, greedy, traversal), other "
+                     "known name, or module:object")  # fmt: skip
+    sub.add_argument("--walks", type=_positive, default=200_000, help="walks a step before the first look "
+                     "(default 200,000)")  # fmt: skip
+    sub.add_argument("--exact", type=_seed, default=10_000, metavar="N", help="configurations on which the rules are "
+                     "proved (default 10,000; 0 = none)")  # fmt: skip
+    sub.add_argument("--seed", type=_seed, default=1, help="seed of every draw (default 1)")
+    sub.add_argument("--only", action="append", default=[], metavar="STEP", help="this captured-like step alone, "
+                     "nothing else (repeatable)")  # fmt: skip
+    sub.add_argument("--step", action="append", default=[], metavar="FILE", help="a step that you captured, .npz with "
+                     "parents, tokens, target and more (repeatable; see audit/sampler_file.py)")  # fmt: skip
+    sub.add_argument("--workers", type=_workers, default=None, help="worker processes, 0 = this one")
+    sub.add_argument("--report", default=None, metavar="DIR", help="write report.json, junit.xml, summary.md there")
+    for name, default in (("--vocab", 151_936), ("--min-visits", 2_000)):  # for tests of the audit itself
+        sub.add_argument(name, type=_positive, default=default, help=argparse.SUPPRESS)
 
 
 def _common(sub: argparse.ArgumentParser) -> None:
@@ -101,7 +132,82 @@ def _run(args: argparse.Namespace, command: str) -> int:
         from audit.bench import run_bench
 
         return run_bench(args.backends.split(","), args.shape, args.device, args.repeat)
-    return _audit(args, command)
+    if args.command == "samplers":
+        from lumotree.backends.sampler_loader import known_samplers
+
+        print("\n".join(known_samplers()))
+        return 0
+    if args.command == "sample":
+        return _sample(_sampler_options(args, command), args.report)
+    suites = _suites(args)
+    codes = []
+    if "component" in suites:
+        codes.append(_audit(args, command))
+    if "sampler" in suites:
+        codes.append(_check_sampler(args, command, nested=len(suites) > 1))
+    return _worst(codes)
+
+
+def _suites(args: argparse.Namespace) -> tuple[str, ...]:
+    """Which suites to run. `--only` names component cases and `--graph` replays component kernels: component alone."""
+    if args.command == "calibrate":
+        return ("component",)
+    component_only = bool(args.only) or args.graph
+    if component_only and args.suite in ("sampler", "all"):
+        from lumotree.errors import InputError
+
+        raise InputError(f"--suite {args.suite}: --only and --graph belong to the component suite; leave them out, or "
+                         "use lumotree-audit sample --only STEP")  # fmt: skip
+    if args.suite in ("component", "sampler"):
+        return (args.suite,)
+    restricted = component_only or args.device != "cpu" or any((args.shape, args.sets, args.instances))
+    if args.suite is None and (restricted or args.backend not in ("torch", "triton")):
+        return ("component",)
+    return ("component", "sampler")
+
+
+def _worst(codes: Sequence[int]) -> int:
+    """FAIL wins over INCONCLUSIVE, which wins over PASS."""
+    return next((code for code in (1, 3) if code in codes), 0)
+
+
+def _sampler_options(args: argparse.Namespace, command: str) -> SamplerOptions:
+    from audit.sampler import Options
+
+    return Options(
+        sampler=args.sampler,
+        seed=args.seed,
+        walks=args.walks,
+        exact=args.exact,
+        only=tuple(args.only),
+        steps=tuple(args.step),
+        workers=args.workers,
+        command=command,
+        vocab=args.vocab,
+        min_visits=args.min_visits,
+    )
+
+
+def _check_sampler(args: argparse.Namespace, command: str, nested: bool) -> int:
+    """The sampler suite of `check`: our default rule. nested: its report goes into a folder of its own."""
+    from audit.sampler import Options
+
+    report = f"{args.report}/sampler" if args.report and nested else args.report
+    return _sample(Options(seed=args.seed, workers=args.workers, command=command), report)
+
+
+def _sample(options: SamplerOptions, report: str | None) -> int:
+    from audit import sampler
+    from audit.render import check_writable, write_report
+    from audit.render.terminal import print_report
+
+    if report:
+        check_writable(report)
+    run = sampler.check(options)
+    if report:
+        write_report(run.report, report, run.frame)
+    print_report(run.report)
+    return run.report.exit_code
 
 
 def _audit(args: argparse.Namespace, command: str) -> int:

@@ -20,6 +20,8 @@ JSON schema, version 1 (`report.json`; strict JSON, so a float that is not a num
     findings        [{check, case, request, layer, row, head, got, allowed, reproduce}]
         request .. head are indices or null; got, allowed: number, text or null; reproduce: one shell command
     horizon         object  memory horizon of the inputs, name -> number
+    facts           object  what else a suite found, by name, not judged (absent in older reports, then {}). Sampler:
+                            steps, conventions, exact, summed, faults (see `audit.sampler_report`)
     warnings        [str]
     seed int, command str, wall_s float (seconds), peak_mib float | null (MiB), created str (ISO date)
 
@@ -162,6 +164,7 @@ class Report:
     wall_s: float
     peak_mib: float | None = None
     horizon: dict[str, float] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     created: str = ""
     schema_version: int = SCHEMA_VERSION
@@ -249,7 +252,7 @@ def from_json(data: Mapping[str, Any]) -> Report:
     """Rebuild a report from `to_json` data; equal to the original. Raises ReportError if it does not fit the schema."""
     version = data.get("schema_version")
     _demand(version == SCHEMA_VERSION, f"report: expected schema_version {SCHEMA_VERSION}, got {version!r}")
-    parts: dict[str, Any] = dict(data)
+    parts: dict[str, Any] = {"facts": {}, **data}
     for name, kind in (("checks", Check), ("controls", Control), ("findings", Finding)):
         items = parts.get(name)
         if not isinstance(items, (list, tuple)):

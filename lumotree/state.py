@@ -66,9 +66,7 @@ def empty_pools(dims: Dims, contract: Contract, slots: int, flat_slots: int, dev
         torch.zeros(
             (dims.layers, slots, *dims.recurrent_shape(contract.layout)), dtype=contract.state_dtype, device=device
         ),
-        torch.zeros(
-            (dims.layers, slots, dims.conv_channels, dims.conv_width - 1), dtype=torch.bfloat16, device=device
-        ),
+        torch.zeros((dims.layers, slots, dims.conv_channels, dims.conv_width - 1), dtype=torch.bfloat16, device=device),
         KVCache(
             torch.zeros(kv, dtype=torch.bfloat16, device=device), torch.zeros(kv, dtype=torch.bfloat16, device=device)
         ),

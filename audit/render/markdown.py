@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
+from audit.render.sampler import tables as sampler_tables
 from audit.render.text import count, headline, last_lines, number, outcome, place
 from audit.report import Report
 
@@ -18,7 +19,9 @@ def render_markdown(report: Report) -> str:
     if report.reasons:
         blocks.append("\n".join(f"* {_inline(reason)}" for reason in report.reasons))
     blocks += ["## Checks", _checks(report)]
-    if report.controls:
+    for title, (header, rows) in sampler_tables(report):
+        blocks += [f"## {title}", _table(header, rows)]
+    if report.controls and not report.facts:
         blocks += ["## Controls", _controls(report)]
     if report.findings:
         blocks += ["## Findings", *_findings(report)]

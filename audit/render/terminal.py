@@ -10,6 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from audit.render.progress import Progress
+from audit.render.sampler import STEPS_LEGEND
+from audit.render.sampler import tables as sampler_tables
 from audit.render.text import controls_seen, count, headline, last_lines, number, outcome, place
 from audit.report import Check, Control, Finding, Report
 
@@ -22,10 +24,16 @@ MAX_FINDINGS = 5
 _MERGED = (
     (".small.", "small trees, odd sizes"),
     (".envelope.", "frozen envelope"),
+    (".cycle.", "run again, all else same"),
     (".repeat.", "run again, all else same"),
     (".rotation.", "run again, all else same"),
     (".untouched.", "run again, all else same"),
     (".derived.", "against float64"),
+    (".law.exact.", "exact law, all rules"),
+    (".law.summed.", "summed law, small trees"),
+    (".paired.", "same coins as the rule"),
+    (".walks.", "walks, all steps"),
+    (".greedy.", "greedy answers, all steps"),
 )
 
 _STYLES = {"pass": "green", "fail": "bold red", "inconclusive": "bold yellow", "info": "dim"}
@@ -43,7 +51,9 @@ def print_report(report: Report, console: Console | None = None, max_findings: i
     out.print(_check_table(report.checks))
     _print_notes(out, report.checks)
     _print_coverage(out, report)
-    if report.controls:
+    if report.facts:
+        _print_sampler(out, report)
+    elif report.controls:
         _print_controls(out, report)
     _print_findings(out, report, max_findings)
     for warning in report.warnings:
@@ -123,6 +133,25 @@ def _print_coverage(out: Console, report: Report) -> None:
     partly = [f"{surface} {state}" for surface, state in report.coverage.items() if state != "covered"]
     if partly:
         _say(out, f"coverage: {', '.join(partly)}", "yellow")
+
+
+def _print_sampler(out: Console, report: Report) -> None:
+    seen, total = controls_seen(report)
+    for title, (header, rows) in sampler_tables(report):
+        out.print()
+        table = _plain_table()
+        for name in header:
+            table.add_column(name, overflow="fold")
+        for row in rows:
+            style = _STYLES["inconclusive"] if any("MISSED" in cell or "WRONG" in cell for cell in row) else ""
+            table.add_row(*(Text(cell, style=style) for cell in row))
+        out.print(table)
+        if title == "Steps":
+            _say(out, STEPS_LEGEND, "dim")
+        if title == "Controls":
+            _say(
+                out, f"{seen}/{total} controls detected, each in every step where its exact TV is 0.002 or more", "dim"
+            )
 
 
 def _print_controls(out: Console, report: Report) -> None:

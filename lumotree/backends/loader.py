@@ -82,10 +82,11 @@ def check_backend(backend: Any, spec: str) -> None:
     if missing:
         raise BackendError(f"backend {spec!r}: it lacks {', '.join(missing)}; see lumotree.backends.protocol")
     for name, arguments in ARGUMENTS.items():
-        _check_arguments(spec, name, getattr(backend, name, None), arguments)
+        check_arguments(spec, name, getattr(backend, name, None), arguments)
 
 
-def _check_arguments(spec: str, name: str, method: Any, arguments: str) -> None:
+def check_arguments(spec: str, name: str, method: Any, arguments: str, kind: str = "backend") -> None:
+    """Raise BackendError if a method cannot be called with these positional arguments; None is no method and passes."""
     if not callable(method):
         return
     try:
@@ -97,26 +98,27 @@ def _check_arguments(spec: str, name: str, method: Any, arguments: str) -> None:
         signature.bind(*[None] * count)
     except TypeError as error:
         raise BackendError(
-            f"backend {spec!r}: {name}{signature} cannot be called with the {count} positional arguments "
+            f"{kind} {spec!r}: {name}{signature} cannot be called with the {count} positional arguments "
             f"({arguments}): {error}"
         ) from None
 
 
 def _find(spec: str) -> Any:
     if spec in BUILTIN:
-        return _import(spec, BUILTIN[spec])
+        return import_object(spec, BUILTIN[spec])
     for point in entry_points(group=ENTRY_POINTS):
         if point.name == spec:
-            return _import(spec, point.value)
+            return import_object(spec, point.value)
     if ":" not in spec:
         raise BackendError(f"backend {spec!r} is unknown; known: {', '.join(known_backends())}; or give module:object")
-    return _import(spec, spec)
+    return import_object(spec, spec)
 
 
-def _import(spec: str, target: str) -> Any:
+def import_object(spec: str, target: str, kind: str = "backend") -> Any:
+    """The object that `target`, module:object, names. kind, spec: how messages call it. Raises BackendError."""
     module_name, _, path = target.partition(":")
     if not module_name or not path:
-        raise BackendError(f"backend {spec!r}: expected module:object, got {target!r}")
+        raise BackendError(f"{kind} {spec!r}: expected module:object, got {target!r}")
     if os.getcwd() not in sys.path:  # left there: the module may import its neighbours later
         sys.path.insert(0, os.getcwd())
     try:
@@ -125,11 +127,11 @@ def _import(spec: str, target: str) -> Any:
         raise
     except Exception as error:  # whatever a stranger's module raises while it is imported
         raise BackendError(
-            f"backend {spec!r}: module {module_name!r} cannot be imported: {type(error).__name__}: {error}"
+            f"{kind} {spec!r}: module {module_name!r} cannot be imported: {type(error).__name__}: {error}"
         ) from error
     for name in path.split("."):
         if not hasattr(found, name):
-            raise BackendError(f"backend {spec!r}: module {module_name!r} has no object {path!r}")
+            raise BackendError(f"{kind} {spec!r}: module {module_name!r} has no object {path!r}")
         found = getattr(found, name)
     return found
 

@@ -47,8 +47,14 @@ def matrix(pool: Tensor, slot: int, heads: slice, layout: str) -> Tensor:
 
 
 def advance(
-    state: Tensor, scratch: Tensor, lanes: Sequence[Lane], ops: Operands, heads: slice, contract: Contract,
-    reduce: Reduce, out: Tensor | None = None,
+    state: Tensor,
+    scratch: Tensor,
+    lanes: Sequence[Lane],
+    ops: Operands,
+    heads: slice,
+    contract: Contract,
+    reduce: Reduce,
+    out: Tensor | None = None,
 ) -> Iterator[list[int]]:
     """Run lanes (longest first) through a tile `[P, h, dk, dv]` in place, yielding the rows of each step after it.
 
@@ -73,7 +79,12 @@ def tiles(lanes: Sequence[Lane], heads: int) -> Iterator[tuple[list[Lane], slice
 
 
 def verify(
-    ops: Operands, pool: Tensor, batch: Batch, out: Tensor, contract: Contract, scratch: Scratch,
+    ops: Operands,
+    pool: Tensor,
+    batch: Batch,
+    out: Tensor,
+    contract: Contract,
+    scratch: Scratch,
     reduce: Reduce = halve_rows,
 ) -> None:
     """Outputs of all active rows of a batch, in temporary state.
@@ -99,8 +110,14 @@ def verify(
 
 
 def replay(
-    ops: Operands, pool: Tensor, lanes: Sequence[Lane], slots: Sequence[int], contract: Contract, scratch: Scratch,
-    reduce: Reduce = halve_rows, out: Tensor | None = None,
+    ops: Operands,
+    pool: Tensor,
+    lanes: Sequence[Lane],
+    slots: Sequence[int],
+    contract: Contract,
+    scratch: Scratch,
+    reduce: Reduce = halve_rows,
+    out: Tensor | None = None,
 ) -> None:
     """Advance the committed states along lanes (longest first), in place; other slots are not touched.
 

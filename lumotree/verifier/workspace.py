@@ -72,7 +72,5 @@ class Workspace:
 def _record(name: str, target: Tensor, value: Tensor) -> None:
     if value.dtype != target.dtype or value.shape[1:] != target.shape[1:]:
         want = ", ".join(map(str, target.shape[1:]))
-        raise ContractError(
-            f"{name}: expected {target.dtype} [rows, {want}], got {value.dtype} {list(value.shape)}"
-        )
+        raise ContractError(f"{name}: expected {target.dtype} [rows, {want}], got {value.dtype} {list(value.shape)}")
     target[: len(value)].copy_(value)

@@ -738,7 +738,7 @@ def test_a_deferred_publication_is_right_if_export_and_the_next_verification_app
 
 
 class _FromTheFirstCycle:
-    """Kernels that remember something of the workspace's first cycle; each is right in every cycle that starts afresh."""
+    """Kernels that remember something of a workspace's first cycle; each is right in every cycle that starts afresh."""
 
     @staticmethod
     def committed_state(surface: str = "gdn") -> Any:

@@ -1,0 +1,156 @@
+"""The steps that a sampler is shown: the captured-like ones, chains cut out of them, and small ones that can be summed.
+
+A name makes a case, so that a worker process can build it. Small steps are meant for `audit.summed_law`: few rows, a
+vocabulary of 3, rows with ties, zeros and a point mass among them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from audit.law_rows import Rule as ExactRule
+from audit.law_rules import DETERMINISTIC, GREEDY, MULTIROUND, NAIVE, TRAVERSAL
+from audit.sampler_file import load_step
+from audit.sampler_steps import RECIPES, VOCAB, Recipe, make_step
+from lumotree.backends.sampler_loader import Claims
+from lumotree.errors import InputError
+from lumotree.select_types import Step
+from lumotree.tree import Tree
+
+SMALL_TREES: dict[str, tuple[int, ...]] = {
+    "chain-2": (-1, 0),
+    "fork-3": (-1, 0, 0),
+    "chain-3": (-1, 0, 1),
+    "mixed-4": (-1, 0, 0, 1),
+}
+SMALL_VOCAB = 3
+
+
+@dataclass(frozen=True)
+class CapturedCase:
+    """A captured-like step by name. vocab: of its rows; chain: only its path of first children; path: file of a step
+    that somebody captured, "" for one made from a recipe."""
+
+    name: str
+    vocab: int = VOCAB
+    chain: bool = False
+    path: str = ""
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """How the step is made; None if it comes from a file."""
+        return None if self.path else next(recipe for recipe in RECIPES if recipe.name == self.name)
+
+    def whole(self) -> Step:
+        """Build the step with its whole tree."""
+        recipe = self.recipe
+        return load_step(self.path).step if recipe is None else make_step(recipe, self.vocab)
+
+    def make(self) -> Step:
+        """Build the step as it is shown to the sampler."""
+        return chain_of(self.whole()) if self.chain else self.whole()
+
+
+def captured_cases(claims: Claims, only: tuple[str, ...] = (), vocab: int = VOCAB) -> list[CapturedCase]:
+    """Return the captured-like steps that a sampler can take, or those of them that are named.
+
+    Raises InputError for an unknown name, or one that the sampler cannot take.
+    """
+    size = min(vocab, claims.vocab or vocab)
+    # A greedy rule reads no draft law, so steps that differ in having one say nothing more about it.
+    kinds = ("fixed",) if claims.rule == "greedy" else claims.drafts
+    cases = [CapturedCase(r.name, size, not claims.trees) for r in RECIPES if draft_kind(r.stochastic) in kinds]
+    names = [case.name for case in cases]
+    unknown = [name for name in only if name not in names]
+    if unknown:
+        raise InputError(f"--only: unknown step {unknown[0]!r}, or not one for this sampler; allowed: "
+                         f"{', '.join(names)}")  # fmt: skip
+    return [case for case in cases if not only or case.name in only]
+
+
+def file_cases(claims: Claims, paths: tuple[str, ...]) -> list[CapturedCase]:
+    """Return the steps in files. Raises InputError for what no sampler may be given, and for what this one claims not
+    to take."""
+    cases = []
+    for path in paths:
+        step = load_step(path).step
+        kind = draft_kind(step.laws is not None)
+        if kind not in claims.drafts:
+            raise InputError(f"step {path}: its drafts are {kind}; the sampler takes {', '.join(claims.drafts)}")
+        if not claims.trees and any(len(step.tree.active_children(row)) > 1 for row in step.tree.active_rows):
+            raise InputError(f"step {path}: it has siblings; the sampler takes chains only")
+        cases.append(CapturedCase(Path(path).stem, int(step.target.shape[1]), path=str(path)))
+    twice = [case.name for case in cases if [c.name for c in cases].count(case.name) > 1]
+    if twice:
+        raise InputError(f"--step: two files are called {twice[0]!r}; rename one")
+    return cases
+
+
+def draft_kind(stochastic: bool) -> str:
+    """Return "sampled" or "fixed"."""
+    return "sampled" if stochastic else "fixed"
+
+
+def chain_of(step: Step) -> Step:
+    """Return the path of first children from row 0 as a step of its own."""
+    path = [0]
+    while step.tree.active_children(path[-1]):
+        path.append(step.tree.active_children(path[-1])[0])
+    tree = Tree.make(
+        [-1, *range(len(path) - 1)], tokens=step.tree.tokens[path].tolist(), vocab=int(step.target.shape[1])
+    )
+    laws = None if step.laws is None else step.laws[path].contiguous()
+    return Step(tree, step.target[path].contiguous(), laws)
+
+
+def small_step(tree: str, sampled: bool) -> Step:
+    """Return a small step by the name of its tree, with fixed or redrawn drafts.
+
+    Row 0 holds a tie and a zero, row 1 is generic, later ones alternate; siblings carry different tokens.
+    """
+    parents = SMALL_TREES[tree]
+    rng = np.random.default_rng([len(tree), len(parents), int(sampled)])
+    rows = rng.dirichlet(np.ones(SMALL_VOCAB), len(parents))
+    if not sampled:
+        rows[0] = (0.375, 0.375, 0.25)
+    rows[-1] = (0.5, 0.5, 0.0)
+    laws = rng.dirichlet(np.ones(SMALL_VOCAB), len(parents)) if sampled else None
+    made = Tree.make(list(parents), tokens=_small_tokens(parents), vocab=SMALL_VOCAB)
+    return Step(made, torch.from_numpy(rows), None if laws is None else torch.from_numpy(laws))
+
+
+def _small_tokens(parents: tuple[int, ...]) -> list[int]:
+    tokens, used = [0] * len(parents), [0] * len(parents)
+    for row, parent in enumerate(parents[1:], 1):
+        tokens[row] = (parent + used[parent]) % SMALL_VOCAB
+        used[parent] += 1
+    return tokens
+
+
+def small_cases(claims: Claims) -> list[tuple[str, bool]]:
+    """Return (tree, sampled) of the small steps that a sampler can take."""
+    return [
+        (tree, kind == "sampled")
+        for kind in claims.drafts
+        for tree, parents in SMALL_TREES.items()
+        if claims.trees or len(set(parents)) == len(parents)
+    ]
+
+
+def exact_rule(name: str, step: Step) -> ExactRule:
+    """Return the rational rule of a `lumotree.select` rule on a step."""
+    if name == "multi-round":
+        return DETERMINISTIC if step.laws is None else MULTIROUND
+    return {"greedy": GREEDY, "naive": NAIVE, "traversal": TRAVERSAL}[name]
+
+
+def with_tokens(step: Step, tokens: NDArray[np.int64]) -> Step:
+    """Return a step with other fixed drafts; tokens int64 `[N]`."""
+    fields = step.tree.fields()
+    fields["tokens"] = tokens
+    return replace(step, tree=Tree.make(step.tree.parents, **fields))

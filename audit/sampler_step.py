@@ -1,0 +1,301 @@
+"""One captured-like step from end to end: controls, conventions, pairs, Monte Carlo. Runs in a worker process."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from math import inf, log
+
+import numpy as np
+import torch
+
+from audit.conventions import Convention, conventions
+from audit.evidence import Alternative
+from audit.fault_source import RecipeSource
+from audit.montecarlo import CHUNK, LOOKS, RUN_LEVEL, WALKS, StepResult, run_step, stream_seed
+from audit.rule_law import Floats, RuleLaw, multi_round_law, naive_law
+from audit.sampler_cases import CapturedCase, with_tokens
+from audit.sampler_control import (
+    BATTERY_WALKS,
+    MAX_WALKS,
+    CachedSource,
+    ControlPlan,
+    ControlResult,
+    checked_faults,
+    run_controls,
+)
+from audit.sampler_guard import CoinWalker, Guarded, PreparedRule
+from audit.sampler_paired import PairedResult, paired
+from audit.sampler_tests import MIN_VISITS
+from lumotree.backends.sampler_loader import LoadedSampler, load_sampler
+from lumotree.coins import coins_for
+from lumotree.select import RULES
+from lumotree.select_types import Coins, Step, Walks
+
+PILOT = 16_384
+"""Walks from which it is estimated which alternatives a run can decide; they are not used again."""
+
+GREEDY_WALKS = 256
+
+RARE = MIN_VISITS / WALKS
+"""Part of the walks below which a row is not tested at the published size; multi-round visits every row more often."""
+
+
+@dataclass(frozen=True)
+class StepTask:
+    """What to do on one step. level: false-alarm probability of the step; small numbers are for tests of the audit."""
+
+    spec: str
+    case: CapturedCase
+    seed: int = 1
+    walks: int = WALKS
+    level: float = RUN_LEVEL / 6
+    chunk: int = CHUNK
+    looks: int = LOOKS
+    min_visits: int = MIN_VISITS
+    controls: bool = True
+    harmless: bool = True
+    faults: tuple[str, ...] = ()
+    max_walks: int = MAX_WALKS
+    battery_walks: int = BATTERY_WALKS
+
+
+@dataclass(frozen=True)
+class GreedyResult:
+    """A greedy sampler has one right answer: walks asked, wrong ones, and the first wrong one in words."""
+
+    walks: int
+    wrong: int
+    first: str
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What one step showed. result: None for a greedy sampler or one with coins that is too slow for statistics;
+    greedy: only for one. paired: None where the sampler is
+    closed or the rule itself. out_of_reach: alternatives that `walks` walks cannot decide. changed: inputs that the
+    sampler wrote to. unequal: how answers to the same coins differed, or "". rare: rows that the clean rule visits in
+    less than RARE of the walks, so that a step of the published size cannot test them; certain: rows whose law is one
+    token, which need no test; seconds: spent."""
+
+    case: CapturedCase
+    result: StepResult | None
+    greedy: GreedyResult | None
+    paired: PairedResult | None
+    controls: tuple[ControlResult, ...]
+    conventions: tuple[Convention, ...]
+    out_of_reach: tuple[str, ...]
+    changed: tuple[str, ...]
+    unequal: str
+    rare: tuple[int, ...]
+    certain: tuple[int, ...]
+    seconds: float
+
+
+def audit_step(task: StepTask) -> StepOutcome:
+    """Audit one step. Raises BackendError for a sampler that does not fit the protocol."""
+    start = time.perf_counter()
+    loaded = load_sampler(task.spec)
+    sampler = Guarded(loaded)
+    step = task.case.make()
+    if loaded.claims.rule == "greedy":
+        greedy = run_greedy(sampler, step, min(task.walks, GREEDY_WALKS), task.seed)
+        return StepOutcome(
+            task.case, None, greedy, None, (), (), (), tuple(sampler.changed), "", (), (), time.perf_counter() - start
+        )
+    law = clean_law(loaded.claims.rule, step)
+    rare = rare_rows(loaded.claims.rule, step, law, task)
+    # A row whose law is one token has nothing to test: anything else would be an impossible outcome.
+    certain = tuple(row for row in step.tree.active_rows if bool((step.target[row] > 0).sum() == 1))
+    controls, readings, alternatives = _prepared_controls(task, step, law, loaded)
+    result, pairs, missed, unequal = _judged(task, loaded, sampler, step, law, alternatives)
+    return StepOutcome(
+        task.case, result, None, pairs, controls, readings, missed, tuple(sampler.changed), unequal,
+        rare,
+        certain,
+        time.perf_counter() - start,
+    )  # fmt: skip
+
+
+def rare_rows(rule: str, step: Step, law: RuleLaw | None, task: StepTask) -> tuple[int, ...]:
+    """Return the rows that the clean rule visits in less than RARE of the walks.
+
+    Without a law of walks that is counted on the rule's own; a tenth more is allowed for, as counts scatter.
+    """
+    rows = step.tree.active_rows
+    if law is not None:
+        return tuple(row for row in rows if law.reach[row] < RARE)
+    drawn = CoinWalker(PreparedRule(RULES[rule])).walk(step, task.chunk, stream_seed(task.seed, 3))
+    visits = step.tree.ancestors[drawn.last.numpy()].sum(0)
+    return tuple(row for row in rows if visits[row] < 1.1 * RARE * task.chunk)
+
+
+def clean_law(rule: str, step: Step) -> RuleLaw | None:
+    """Return the law of a walk under a rule; None where the rule has no law row by row (traversal, redrawn drafts).
+
+    With fixed drafts every lossless rule has the same law of walks: a bonus is never a drafted token, so what is
+    emitted tells where the walk ended.
+    """
+    if step.laws is None or rule == "multi-round":
+        return multi_round_law(step)
+    return naive_law(step) if rule == "naive" else None
+
+
+def _prepared_controls(
+    task: StepTask, step: Step, law: RuleLaw | None, loaded: LoadedSampler
+) -> tuple[tuple[ControlResult, ...], tuple[Convention, ...], dict[str, Stopping]]:
+    """Controls, conventions, and the alternatives that hold for the audited sampler's clean law.
+
+    Faults are those of multi-round rejection on the whole tree; with fixed drafts other rules have its law.
+    """
+    whole = task.case.whole() if task.case.chain else step
+    clean = law if law is not None and whole is step and loaded.claims.rule == "multi-round" else multi_round_law(whole)
+    recipe = task.case.recipe
+    read = None if recipe is None else RecipeSource(recipe, whole)
+    readings = () if read is None else tuple(conventions(whole, read, clean))
+    source = None if read is None else CachedSource(read)
+    if not task.controls:
+        return (), readings, {}
+    faults = checked_faults(task.faults)
+    plan = ControlPlan(
+        task.case.name, whole, source, clean, task.level / (2 * max(1, len(faults))), task.seed + 1,
+        harmless=task.harmless, max_walks=task.max_walks, battery_walks=task.battery_walks, min_visits=task.min_visits,
+    )  # fmt: skip
+    found, alternatives = [], {}
+    usable = whole is step and (step.laws is None or loaded.claims.rule == "multi-round")
+    for control, alternative in run_controls(plan, faults):
+        found.append(control)
+        if usable and alternative is not None and control.expect == "detected":
+            alternatives[control.fault] = Stopping(alternative, task.level / (4 * len(faults)))
+    return tuple(found), readings, alternatives
+
+
+class Stopping:
+    """An alternative that is watched no longer once it is excluded: a stopped e-process is one still.
+
+    level: at most that of the e-process that it feeds, so that it never stops before that one has decided. Saves nearly
+    all of the time: most faults are excluded within a few hundred walks.
+    """
+
+    FIRST = 2_048
+
+    def __init__(self, alternative: Alternative, level: float) -> None:
+        self.alternative, self._limit, self._log_e = alternative, log(1 / level), 0.0
+
+    def __call__(self, walks: Walks) -> Floats:
+        """Return log likelihood ratios [W], 0 from the portion of walks on in which exclusion is already certain."""
+        total = np.zeros(len(walks.last))
+        start = 0
+        while start < len(total) and self._log_e > -self._limit:
+            part = slice(start, start + max(self.FIRST, start))
+            tokens = walks.tokens if walks.tokens.shape[0] == 1 else walks.tokens[part]
+            total[part] = self.alternative(Walks(walks.last[part], walks.bonus[part], walks.refused[part], tokens))
+            self._log_e += float(total[part].sum())
+            start = part.stop
+        return total
+
+
+def _judged(
+    task: StepTask,
+    loaded: LoadedSampler,
+    sampler: Guarded,
+    step: Step,
+    law: RuleLaw | None,
+    alternatives: dict[str, Stopping],
+) -> tuple[StepResult | None, PairedResult | None, tuple[str, ...], str]:
+    walker = CoinWalker(sampler) if loaded.coins else sampler
+    walks = min(task.walks, loaded.claims.walks or task.walks)
+    pairs, unequal = None, ""
+    if loaded.coins and loaded.spec not in RULES:
+        rule = PreparedRule(RULES[loaded.claims.rule])
+        pairs = paired(sampler, rule, step, min(walks, task.chunk), task.level / 2, stream_seed(task.seed, 1))
+        unequal = _repeated(sampler, step, min(walks, 1_024), task.seed)
+    if loaded.coins and loaded.claims.walks is not None and walks < 10 * task.min_visits:
+        return None, pairs, (), unequal  # too slow for statistics: pairs and the summed law judge it
+    within, beyond = _within_reach(task, walker, step, alternatives, walks)
+    # A closed sampler has nothing else to rule these faults out with: the run goes on until it can.
+    chosen = alternatives if not loaded.coins else within
+    result = run_step(
+        walker, step, walks=walks, level=task.level if pairs is None else task.level / 2, law=law,
+        alternatives=chosen, seed=task.seed, looks=1 if loaded.claims.walks else task.looks,
+        chunk=min(task.chunk, max(1, walks // 2)), min_visits=task.min_visits,
+    )  # fmt: skip
+    return result, pairs, beyond, unequal
+
+
+def _within_reach(
+    task: StepTask, walker: CoinWalker | Guarded, step: Step, alternatives: dict[str, Stopping], walks: int
+) -> tuple[dict[str, Stopping], tuple[str, ...]]:
+    """Split alternatives into those that `walks` clean walks are expected to exclude, with half to spare, and others.
+
+    The pilot's walks are drawn with a seed of their own, so the choice depends on none that are tested.
+    """
+    if not alternatives:
+        return {}, ()
+    need = 1.5 * log(2 * len(alternatives) / task.level)
+    drawn = walker.walk(step, min(PILOT, walks), stream_seed(task.seed + 2, 0))
+    if not _inside(step, drawn.last, drawn.bonus, drawn.tokens):
+        return {}, ()  # the run itself will say what is wrong
+    rates = {name: -float(np.mean(ratio.alternative(drawn))) for name, ratio in alternatives.items()}
+    within = {name: alternatives[name] for name, rate in rates.items() if rate == inf or rate * walks >= need}
+    return within, tuple(name for name in alternatives if name not in within)
+
+
+def _inside(step: Step, last: torch.Tensor, bonus: torch.Tensor, tokens: torch.Tensor) -> bool:
+    n, vocab = step.target.shape
+    rows = bool(((last >= 0) & (last < n)).all())
+    drafts = tokens[:, list(step.tree.active_rows[1:])]
+    return rows and all(bool(((x >= 0) & (x < vocab)).all()) for x in (bonus, drafts))
+
+
+def _repeated(sampler: Guarded, step: Step, walks: int, seed: int) -> str:
+    """Ask a sampler with coins twice, and for the first half alone in reverse: same coins, same answer. Return what
+    differs, or ""."""
+    tokens, coins = CoinWalker(sampler).inputs(step, walks, stream_seed(seed, 2))
+    first, again = sampler.select(step, tokens, coins), sampler.select(step, tokens, coins)
+    some = torch.arange(walks // 2 - 1, -1, -1)
+    part = tokens if tokens.shape[0] == 1 else tokens[some]
+    alone = sampler.select(step, part, Coins(coins.accept[some], coins.residual[some]))
+    for name in ("last", "bonus", "refused"):
+        if not torch.equal(getattr(first, name), getattr(again, name)):
+            return f"asked twice with the same coins, {name} differs"
+        if not torch.equal(getattr(first, name)[some], getattr(alone, name)):
+            return f"{name} of a walk depends on its batch or its place in it"
+    return ""
+
+
+def run_greedy(sampler: Guarded, step: Step, walks: int, seed: int) -> GreedyResult:
+    """Compare a greedy sampler with the rule on drafts that follow the argmax half of the time, so all depths occur."""
+    tokens = greedy_drafts(step, walks, seed)
+    rule = PreparedRule(RULES["greedy"])
+    coins = coins_for(seed, range(walks), 0, step.tree.n, step.tree.active_rows)
+    clean = rule.select(step, tokens, coins)
+    if sampler.loaded.coins:
+        ours = sampler.select(step, tokens, coins)
+        answers = torch.stack([ours.last, ours.bonus])
+    else:
+        drawn = [sampler.walk(with_tokens(step, row.numpy()), 1, seed + i) for i, row in enumerate(tokens)]
+        answers = torch.stack([torch.cat([d.last for d in drawn]), torch.cat([d.bonus for d in drawn])])
+    expected = torch.stack([clean.last, clean.bonus])
+    wrong = (answers != expected).any(0)
+    if not bool(wrong.any()):
+        return GreedyResult(walks, 0, "")
+    w = int(torch.nonzero(wrong)[0, 0])
+    mine, right = answers[:, w].tolist(), expected[:, w].tolist()
+    first = f"draft {w}: ended at row {mine[0]} with token {mine[1]}; right: row {right[0]}, token {right[1]}"
+    return GreedyResult(walks, int(wrong.sum()), first)
+
+
+def greedy_drafts(step: Step, walks: int, seed: int) -> torch.Tensor:
+    """Return drafts int64 `[walks, N]`: a child carries its parent's argmax, another token of the largest probability,
+    or a random one."""
+    rng = np.random.default_rng([seed, 7])
+    rows, vocab = step.target.numpy(), int(step.target.shape[1])
+    tokens = np.broadcast_to(step.tree.tokens, (walks, step.tree.n)).copy()
+    for row in step.tree.active_rows[1:]:
+        target = rows[step.tree.parents[row]]
+        best = np.flatnonzero(target == target.max())
+        kind = rng.random(walks)
+        drawn = np.where(kind < 0.7, best[0], rng.choice(best, walks))
+        tokens[:, row] = np.where(kind < 0.85, drawn, rng.integers(0, vocab, walks))
+    return torch.from_numpy(tokens)
