@@ -82,7 +82,8 @@ def _pooled(backend: str, specs: Sequence[CaseSpec], arm: str, workers: int) -> 
     # spawn: a forked child of a process that has used torch's thread pool can hang.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_start, initargs=(backend, 1)) as pool:
-        futures = [pool.submit(_work, spec, arm) for spec in specs]
+        # Units are alike; the small cases are not, and a long one at the end would leave the other workers idle.
+        futures = [pool.submit(_work, spec, arm) for spec in sorted(specs, key=lambda s: s.unit)]
         try:
             for future in as_completed(futures):
                 yield future.result()
