@@ -239,7 +239,10 @@ def test_junit_is_never_green_for_a_run_without_verdict() -> None:
 
 
 def test_junit_survives_characters_that_xml_forbids() -> None:
-    suite_of(make_report((GOOD, replace(BAD, note="<nul \x00 & escape \x1b>"))))
+    suite = suite_of(make_report((GOOD, replace(BAD, note="<nul \x00 & escape \x1b>"))))
+    messages = [node.get("message", "") for node in suite.iter("failure")]
+    assert any("<nul" in m and "& escape" in m for m in messages)
+    assert not any(c in m for m in messages for c in "\x00\x1b")
 
 
 def test_markdown_has_everything_and_its_tables_hold() -> None:
