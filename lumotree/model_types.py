@@ -22,8 +22,8 @@ from lumotree.state import KVCache, Pools
 class Forward:
     """What a forward leaves for selection and for the drafter.
 
-    logits: fp32 `[T, V]`. hidden: bf16 `[T, H]`, the residual stream after the last layer and before the final norm,
-    which is what an MTP head reads.
+    logits: fp32 `[T, V]`. hidden: bf16 `[T, H]`, the rows behind the final norm, which are projected to logits and
+    read by the MTP head of this family.
     """
 
     logits: Tensor
@@ -77,5 +77,5 @@ class DraftHead(Protocol):
     def forward(self, tokens: Tensor, hidden: Tensor, batch: Batch, cache: KVCache) -> Forward:
         """Rows of trees: tokens int64 `[T]` (the token after each row), hidden bf16 `[T, H]` (the target's, or the
         head's own from the row before). Writes each row's KV at `batch.row_slot`. The logits of row i are those of
-        position i + 2, `hidden` is what the head's next row reads."""
+        position i + 2, `hidden` (behind the head's own norm) is what the head's next row reads."""
         ...
