@@ -8,10 +8,11 @@ from typing import Any
 
 from audit.judge import Judge, Key
 from audit.report import Control
+from audit.scene import scene_of
 from audit.stage import Stage
 from audit.tally import Tallies, to_check
 from audit.truth import Truth
-from faults import CATALOGUE, Fault
+from faults import CONTROLS, Fault
 from lumotree.errors import InputError
 from lumotree.tree import Tree
 
@@ -43,8 +44,9 @@ def _with_sibling(tree: Tree) -> int:
 
 
 def run_controls(backend: Any, stage: Stage, truth: dict[Key, Truth]) -> list[Outcome]:
-    """Every fault of the catalogue that these trees reach, on the stage's case. Pools are left as they were."""
-    reached = [f for f in CATALOGUE.values() if f.surface in stage.publishes and f.reaches(stage.case.trees)]
+    """Every control that this case reaches, on the stage's case. Pools are left as they were."""
+    scene = scene_of(stage.case)
+    reached = [f for f in CONTROLS.values() if f.surface in stage.publishes and f.reaches(scene)]
     outcomes = []
     for fault in reached:
         stage.reset()
@@ -77,12 +79,12 @@ def _inject(backend: Any, fault: Fault, clean: Stage, truth: dict[Key, Truth]) -
 
 def summarise(outcomes: Iterable[Outcome], surfaces: Sequence[str]) -> list[Control]:
     """One line per fault of the covered surfaces; detected means that every case which reaches the fault saw it."""
-    by_fault: dict[str, list[Outcome]] = {f.id: [] for f in CATALOGUE.values() if f.surface in surfaces}
+    by_fault: dict[str, list[Outcome]] = {f.id: [] for f in CONTROLS.values() if f.surface in surfaces}
     for outcome in outcomes:
         by_fault[outcome.fault].append(outcome)
     controls = []
     for fault, seen in by_fault.items():
-        expect = CATALOGUE[fault].expect
+        expect = CONTROLS[fault].expect
         hits = [o for o in seen if o.by is not None]
         detected = bool(hits) and (len(hits) == len(seen) or expect == "harmless")
         ratios = [o.ratio for o in hits if o.ratio is not None]

@@ -1,9 +1,16 @@
-"""Known defects as wrappers of any correct backend: the positive controls of every audit."""
+"""Known defects as wrappers of any correct backend: the catalogue, and the positive controls of every audit."""
 
-from faults import batch, publication, topology
-from faults.catalogue import Fault, Faulty
+from faults import batch, paths, publication, topology
+from faults.catalogue import Fault, Knob, by_id
+from faults.reach import NEEDS, Scene
+from faults.wrap import Faulty
 
-#: Every fault of the catalogue, by id.
-CATALOGUE: dict[str, Fault] = {f.id: f for f in [*topology.FAULTS, *publication.FAULTS, *batch.FAULTS]}
+#: Every fault of the component, by id. Those of samplers are in `faults.sampler`.
+CATALOGUE: dict[str, Fault] = by_id(topology.FAULTS, paths.FAULTS, publication.FAULTS, batch.FAULTS)
 
-__all__ = ["CATALOGUE", "Fault", "Faulty"]
+_CONTROLS = ("wrong_parent", "sibling_published", "swapped_rings", "stale_metadata", "poisoned_inactive")
+
+#: The few that every run of the component audit injects into its own cases.
+CONTROLS: dict[str, Fault] = {f.id: f for f in CATALOGUE.values() if f.kind in _CONTROLS or f in publication.FAULTS}
+
+__all__ = ["CATALOGUE", "CONTROLS", "NEEDS", "Fault", "Faulty", "Knob", "Scene"]

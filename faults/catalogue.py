@@ -1,28 +1,25 @@
-"""What a fault is, and the registry of all of them."""
+"""What a fault is: data about a defect, and one small function that makes a correct backend wrong in that way."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lumotree.tree import Tree
+from faults.reach import NEEDS, Scene
 
 Wrap = Callable[[Any], Any]
-Reaches = Callable[[Sequence[Tree]], bool]
+STAGES = ("propose", "verify", "select", "publish", "between")
+EXPECTATIONS = ("detected", "harmless")
 
 
-class Faulty:
-    """A backend in front of which some methods have been replaced; all others are the inner backend's."""
+@dataclass(frozen=True)
+class Knob:
+    """How large a fault is. sizes: from gross to tiny; unit: what a size counts; wrap: size -> the fault's wrapper."""
 
-    def __init__(self, inner: Any, **methods: Callable[..., Any]) -> None:
-        self.inner = inner
-        for name, method in methods.items():
-            setattr(self, name, method)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
+    sizes: tuple[float, ...]
+    unit: str
+    wrap: Callable[[float], Wrap]
 
 
 @dataclass(frozen=True)
@@ -30,46 +27,51 @@ class Fault:
     """A named way to make a correct backend wrong in exactly one way.
 
     id: "kind.surface". statement: one sentence. surface: gdn, conv or attention, the one whose checks must see it.
-    stage: verify or publish. provenance: classes of public defects, papers or issues. expect: "detected", or "harmless"
-    for a change that a correct backend must not notice. reaches: whether these trees make the fault change anything.
-    wrap: correct backend -> wrong backend.
+    stage: of the cycle, one of STAGES ("between": it needs what an earlier call left behind). classes: ids of
+    `faults.classes.CLASSES`, the public defects it is drawn from; none for one derived from the contract, whose section
+    is then in `section`. needs: names of `faults.reach.NEEDS`, what a case must have for the fault to change anything.
+    wrap: correct backend -> wrong backend; for a fault with a knob, at its largest size. expect: "detected", or
+    "harmless" for a change that a correct backend must not notice. proof: why a harmless one is. arithmetic: it changes
+    a kernel's own formulas, so `fits` only backends whose formulas are in reach. programs: only a program of several
+    cycles (plain steps, slots used again, roll back) can show it.
     """
 
     id: str
     statement: str
     surface: str
     stage: str
-    provenance: str
-    reaches: Reaches
+    classes: tuple[str, ...]
+    needs: tuple[str, ...]
     wrap: Wrap
     expect: str = "detected"
+    section: str = ""
+    proof: str = ""
+    knob: Knob | None = None
+    arithmetic: bool = False
+    programs: bool = False
+    fits: Callable[[Any], bool] = lambda backend: True
 
     @property
     def kind(self) -> str:
         """The part of the id in front of the surface."""
         return self.id.rpartition(".")[0]
 
+    @property
+    def provenance(self) -> str:
+        """Where it is known from, in words."""
+        parts = [f"defect classes {', '.join(self.classes)}" if self.classes else "", self.section]
+        return "; ".join(p for p in parts if p)
 
-def branches(trees: Sequence[Tree]) -> bool:
-    """Whether some active row's parent is not the active row before it."""
-    return any(int(t.parents[row]) != before for t in trees for before, row in itertools.pairwise(t.active_rows))
-
-
-def has_siblings(trees: Sequence[Tree]) -> bool:
-    """Whether two active rows share a parent."""
-    return any(len(t.active_children(row)) > 1 for t in trees for row in t.active_rows)
-
-
-def deeper_than_root(trees: Sequence[Tree]) -> bool:
-    """Whether some request has an active row besides its root."""
-    return any(len(t.active_rows) > 1 for t in trees)
+    def reaches(self, scene: Scene) -> bool:
+        """Whether a case has what the fault needs to change anything."""
+        return all(NEEDS[name].holds(scene) for name in self.needs)
 
 
-def has_inactive(trees: Sequence[Tree]) -> bool:
-    """Whether some row is padding."""
-    return any(not bool(t.active.all()) for t in trees)
-
-
-def always(trees: Sequence[Tree]) -> bool:
-    """Reached by every case."""
-    return True
+def by_id(*families: list[Fault]) -> dict[str, Fault]:
+    """Faults by id. Raises ValueError for an id that is used twice."""
+    found: dict[str, Fault] = {}
+    for fault in (f for family in families for f in family):
+        if fault.id in found:
+            raise ValueError(f"faults: expected ids to be unique, got id={fault.id!r} twice")
+        found[fault.id] = fault
+    return found

@@ -15,7 +15,7 @@ import pytest
 from audit import cli, suite
 from audit.families import micro_cases
 from audit.operands import REGIMES
-from faults import CATALOGUE
+from faults import CONTROLS
 
 MICRO = ("--shape", "micro", "--workers", "0")
 ONE_CASE = "micro/heldout/named/comb:3"
@@ -124,7 +124,7 @@ def test_a_right_backend_ends_with_0_and_leaves_a_complete_report(whole: dict[st
     for control in data["controls"]:
         assert {"fault", "detected", "by", "ratio"} <= set(control)
         assert control["detected"] == (control["expect"] == "detected")
-    assert len(data["controls"]) == len(CATALOGUE)
+    assert len(data["controls"]) == len(CONTROLS)
     assert sum(c["cells"] for c in data["checks"] if c["status"] == "pass") > 1000
     suites = ElementTree.parse(whole["report"] / "junit.xml").getroot()
     assert suites.iter("testcase") and not list(suites.iter("failure"))

@@ -16,7 +16,7 @@ from audit.controls import Outcome, control_paths, summarise
 from audit.report import decide
 from audit.stage import Stage
 from audit.truth import find_truth
-from faults import CATALOGUE, Faulty
+from faults import CONTROLS, Faulty
 from lumotree.backends.protocol import SURFACES
 from lumotree.backends.torch_backend import TorchBackend
 from lumotree.errors import PathError
@@ -38,7 +38,7 @@ def clean() -> CaseResult:
     return audit_case(INNER, CaseSpec(id="case", dims=DIMS_MICRO, entropy=(7, 202, 1), **FIELDS))
 
 
-@pytest.mark.parametrize("fault", CATALOGUE.values(), ids=lambda f: f.id)
+@pytest.mark.parametrize("fault", CONTROLS.values(), ids=lambda f: f.id)
 def test_each_fault_is_seen_by_a_check_of_its_own_surface_unless_it_is_harmless(fault: Any, clean: CaseResult) -> None:
     (outcome,) = [o for o in clean.outcomes if o.fault == fault.id]
     if fault.expect == "harmless":
@@ -50,23 +50,23 @@ def test_each_fault_is_seen_by_a_check_of_its_own_surface_unless_it_is_harmless(
 
 def test_a_verification_fault_is_seen_in_outputs_and_a_publication_fault_in_what_is_left(clean: CaseResult) -> None:
     for outcome in clean.outcomes:
-        fault = CATALOGUE[outcome.fault]
+        fault = CONTROLS[outcome.fault]
         if fault.expect == "detected":
             assert (".out." in str(outcome.by)) == (fault.stage == "verify"), outcome
 
 
 def test_the_whole_catalogue_leads_to_as_many_controls_all_as_expected(clean: CaseResult) -> None:
     found = summarise(clean.outcomes, list(SURFACES))
-    assert [c.fault for c in found] == list(CATALOGUE)
+    assert [c.fault for c in found] == list(CONTROLS)
     assert all(c.as_expected and c.cases == 1 for c in found)
 
 
-@pytest.mark.parametrize("fault", CATALOGUE, ids=str)
+@pytest.mark.parametrize("fault", CONTROLS, ids=str)
 def test_a_fault_without_effect_goes_unseen_and_the_run_is_inconclusive(
     fault: str, engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The judge is as good as blind to this fault: what should be wrong is right (or what is harmless is wrong)."""
-    original = CATALOGUE[fault]
+    original = CONTROLS[fault]
 
     def harm(inner: Any) -> Any:
         def verify(ops: Any, pool: Any, batch: Any, ws: Any, out: Any, layer: int) -> None:
@@ -76,7 +76,7 @@ def test_a_fault_without_effect_goes_unseen_and_the_run_is_inconclusive(
         return Faulty(inner, **{SURFACES[original.surface][0]: verify})
 
     blind = replace(original, wrap=harm if original.expect == "harmless" else Faulty)
-    monkeypatch.setattr(controls, "CATALOGUE", {fault: blind})
+    monkeypatch.setattr(controls, "CONTROLS", {fault: blind})
     _, result = engine.run(INNER, **FIELDS)
     (outcome,) = result.outcomes
     assert (outcome.by is None) == (original.expect == "detected")
@@ -95,7 +95,7 @@ def test_one_case_that_reaches_a_fault_and_does_not_see_it_spoils_the_control() 
     by_fault = {c.fault: c for c in summarise([seen, unseen], ["gdn"])}
     assert not by_fault["wrong_parent.gdn"].detected and by_fault["wrong_parent.gdn"].cases == 2
     assert by_fault["state_not_published.gdn"].cases == 0 and not by_fault["state_not_published.gdn"].as_expected
-    assert set(by_fault) == {f for f in CATALOGUE if f.endswith(".gdn")}
+    assert set(by_fault) == {f for f in CONTROLS if f.endswith(".gdn")}
 
 
 def test_one_flagged_case_spoils_a_harmless_control() -> None:
@@ -117,8 +117,8 @@ def test_a_backend_that_refuses_a_fault_has_seen_it(engine: Any, monkeypatch: py
 
         return Faulty(inner, gdn_publish=gdn_publish)
 
-    fault = replace(CATALOGUE["sibling_published.gdn"], wrap=refusing)
-    monkeypatch.setattr(controls, "CATALOGUE", {fault.id: fault})
+    fault = replace(CONTROLS["sibling_published.gdn"], wrap=refusing)
+    monkeypatch.setattr(controls, "CONTROLS", {fault.id: fault})
     _, result = engine.run(INNER, **FIELDS)
     assert result.outcomes[0].by == "refused: row=3 has parent 0"
 
@@ -144,8 +144,8 @@ def test_controls_leave_the_case_as_it_was(engine: Any) -> None:
 def test_a_partial_backend_gets_the_controls_of_its_surfaces(engine: Any) -> None:
     missing = {m: None for s in ("conv", "attention") for m in SURFACES[s]}
     _, result = engine.run(Faulty(INNER, **missing), **FIELDS)
-    assert {o.fault for o in result.outcomes} == {f for f in CATALOGUE if f.endswith(".gdn")}
-    assert all((o.by is None) == (CATALOGUE[o.fault].expect == "harmless") for o in result.outcomes)
+    assert {o.fault for o in result.outcomes} == {f for f in CONTROLS if f.endswith(".gdn")}
+    assert all((o.by is None) == (CONTROLS[o.fault].expect == "harmless") for o in result.outcomes)
 
 
 def test_rounds_of_control_paths_end_deep_among_siblings_and_at_the_root() -> None:
@@ -160,4 +160,4 @@ def test_the_catalogue_is_complete() -> None:
         "wrong_parent", "sibling_published", "state_not_published", "history_not_published", "kv_not_published",
         "kv_remap_off_by_one", "stale_metadata", "swapped_rings", "poisoned_inactive",
     }  # fmt: skip
-    assert {f.kind for f in faults.CATALOGUE.values()} >= kinds
+    assert {f.kind for f in faults.CONTROLS.values()} >= kinds
