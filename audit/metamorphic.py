@@ -16,8 +16,8 @@ import torch
 
 from audit.engine import Engine
 from audit.guard import Snapshot
-from audit.report import Finding
 from audit.play import Actor, Comparison, Played, changed_rows, outputs, picked, play, scaled
+from audit.report import Finding
 from audit.world import DIMS_NANO, Draws, Past, World, joined
 from lumotree.backends.protocol import GdnOps, StepOps, covered_surfaces
 from lumotree.contract import Contract, Dims

@@ -209,8 +209,8 @@ def test_a_finding_names_surface_place_values_and_the_command_that_shows_it_agai
     ("name", "backend", "message"),
     [
         ("permuted", ReferenceBackend(Contract(trees=False)), "relation permuted: the contract takes no trees"),
-        ("chain", ReferenceBackend(Contract(max_rows=4)), "relation chain: the contract takes 4 rows, the relation needs"),
-        ("layouts", load_backend("triton"), "relation layouts: the backend cannot be made with the other state layout"),
+        ("chain", ReferenceBackend(Contract(max_rows=4)), "chain: the contract takes 4 rows, the relation needs 6"),
+        ("layouts", load_backend("triton"), "layouts: the backend cannot be made with the other"),
         ("ungated", BackendBase(), "relation ungated: the backend has none of gdn"),
         (
             "chunk_split",
