@@ -32,3 +32,15 @@ class EnvelopeError(InputError):
 
 class ReportError(InputError):
     """A report cannot be written or read."""
+
+
+class RequestError(InputError):
+    """A generation request, or a state to restore, does not fit the model or the cache."""
+
+
+class CapacityError(InputError):
+    """No state slot or not enough pages are free. Remedy: wait for a request to finish, or make the cache larger."""
+
+
+class DecodeError(InputError):
+    """A forward left logits that nothing can be selected from; the message names request and cycle."""
