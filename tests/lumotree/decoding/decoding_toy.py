@@ -54,7 +54,7 @@ class Toy:
         sizes = {"gdn": DIMS.conv_channels + 2 * HV, "attention": (HQ + 2 * HKV) * DH}
         outs = {"gdn": HV * DV, "attention": HQ * DH}
         self.inputs = [normal(sizes[k], HIDDEN) * HIDDEN**-0.5 for k in kinds]
-        self.outputs = [normal(HIDDEN, outs[k]) * outs[k] ** -0.5 for k in kinds]
+        self.outputs = [normal(HIDDEN, outs[k]) * 6 * outs[k] ** -0.5 for k in kinds]
         self.taps = [(normal(DIMS.conv_channels, 4) * 0.5).to(torch.bfloat16) for _ in kinds]
         self.A_log, self.dt_bias = normal(HV) - 1, normal(HV) - 2
         self.cos, self.sin = _rope()
