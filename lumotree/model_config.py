@@ -58,7 +58,8 @@ class ModelConfig:
 
     hk, hv, dk, dv, conv_width: GDN. q_heads, kv_heads, head_dim, rotary_dim (channels that rotate), rope_theta:
     attention. tied: the head is the embedding. mtp_layers: 0 or 1. dtype: of weights and activations; kernels take
-    bf16, the wider ones are for comparisons. eos: end-of-sequence tokens, may be empty.
+    bf16, the wider ones are for comparisons. eos: end-of-sequence tokens, may be empty. positions: most tokens of a
+    request.
 
     Raises ConfigError for a layer kind, a size or a combination that is not supported.
     """
@@ -82,9 +83,10 @@ class ModelConfig:
     mtp_layers: int = 0
     dtype: torch.dtype = torch.bfloat16
     eos: tuple[int, ...] = ()
+    positions: int = 32768
 
     def __post_init__(self) -> None:
-        for name in (*_KEYS, "rotary_dim"):
+        for name in (*_KEYS, "rotary_dim", "positions"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"model config: expected a positive integer, got {_KEYS.get(name, name)}={value!r}")
@@ -164,6 +166,7 @@ class ModelConfig:
             "rms_norm_eps": self.rms_eps,
             "tie_word_embeddings": self.tied,
             "mtp_num_hidden_layers": self.mtp_layers,
+            "max_position_embeddings": self.positions,
             "hidden_act": "silu",
             "attention_bias": False,
             "eos_token_id": list(self.eos) or None,
@@ -213,6 +216,7 @@ def parse_config(data: Mapping[str, Any]) -> ModelConfig:
         mtp_layers=merged.get("mtp_num_hidden_layers", merged.get("num_nextn_predict_layers", 0)),
         dtype=_dtype(merged),
         eos=_eos(merged.get("eos_token_id")),
+        positions=merged.get("max_position_embeddings", 32768),
     )
 
 
