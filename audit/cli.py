@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from audit import __version__
+from audit import __version__, continuation_cli
 
 if TYPE_CHECKING:
     from audit.sampler import Options as SamplerOptions
@@ -43,6 +43,7 @@ def parser() -> argparse.ArgumentParser:
     check.add_argument("--only", action="append", default=[], metavar="CASE", help="run this case alone (repeatable)")
     check.add_argument("--graph", action="store_true", help="replay captured CUDA graphs (needs a GPU)")
     _sampler_arguments(commands.add_parser("sample", help="judge the law of a sampler"))
+    continuation_cli.register(commands)
     bench = commands.add_parser("bench", help="seconds and rows a second: reference, bank, path-parallel")
     bench.add_argument("--shape", default="27B", help="main shape: 27B, tiny or micro")
     bench.add_argument("--device", default="cpu", help="torch device")
@@ -123,6 +124,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace, command: str) -> int:
+    if hasattr(args, "run"):  # a command that brings its own
+        return int(args.run(args, command))
     if args.command == "backends":
         from lumotree.backends.loader import known_backends
 

@@ -44,3 +44,7 @@ class CapacityError(InputError):
 
 class DecodeError(InputError):
     """A forward left logits that nothing can be selected from; the message names request and cycle."""
+
+
+class RecordError(InputError):
+    """A recorded cycle is missing, damaged, foreign or out of sequence. Remedy: record the run again."""
