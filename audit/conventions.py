@@ -36,12 +36,12 @@ class Convention:
 
 
 _PAIRS: tuple[tuple[str, Reading, Callable[[Recipe], bool]], ...] = (
-    ("top-k ties: index / all", Reading(ties="all"), lambda recipe: recipe.top_k > 0),
-    ("min-p: honoured / ignored", Reading(min_p="none"), lambda recipe: recipe.min_p > 0),
+    ("top-k ties: index / all", Reading(ties="all"), lambda recipe: recipe.params.top_k > 0),
+    ("min-p: honoured / ignored", Reading(min_p="none"), lambda recipe: recipe.params.min_p > 0),
     (
         "top-k and top-p: sequential / joint",
         Reading(joint=True),
-        lambda recipe: recipe.top_k > 0 and recipe.top_p < 1,
+        lambda recipe: recipe.params.top_k > 0 and recipe.params.top_p < 1,
     ),
 )
 

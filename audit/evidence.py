@@ -68,9 +68,11 @@ class EProcess:
 
 
 class LogRatio:
-    """The `Alternative` of a fault whose law is known row by row. Holds 4 bytes per row and token.
+    """The `Alternative` of a fault whose law is known row by row.
 
-    fault, clean: laws on one tree. Drafts that were refused are not looked at: they are averaged over.
+    fault, clean: laws on one tree. Logarithms are taken of what walks showed, not of whole laws. Holds the fault's
+    bonus law in 4 bytes per row and token (2^-24 of each probability off) and a reference to the clean one. Drafts that
+    were refused are not looked at: they are averaged over.
     """
 
     def __init__(self, fault: RuleLaw, clean: RuleLaw) -> None:
@@ -79,13 +81,14 @@ class LogRatio:
         self._ancestors = clean.tree.ancestors
         self._rows = clean.tree.active_rows[1:]
         self._child = {row: _token_ratio(fault.child[row], clean.child[row]) for row in self._rows}
-        self._bonus = _log_ratio(fault.bonus, clean.bonus).astype(np.float32)
+        same = fault.bonus is clean.bonus
+        self._fault, self._clean = clean.bonus if same else fault.bonus.astype(np.float32), clean.bonus
 
     def __call__(self, walks: Walks) -> Floats:
         """Return the log ratio of each walk [W]; outcomes must lie in the tree and the vocabulary."""
         last, bonus = walks.last.numpy(), walks.bonus.numpy()
         tokens = np.broadcast_to(walks.tokens.numpy(), (len(last), walks.tokens.shape[1]))
-        total = self._bonus[last, bonus].astype(np.float64)
+        total = log_ratio(self._fault[last, bonus].astype(np.float64), self._clean[last, bonus])
         with np.errstate(invalid="ignore"):
             for row in self._rows:
                 visited = np.flatnonzero(self._ancestors[last, row])
@@ -95,10 +98,10 @@ class LogRatio:
 
 def _token_ratio(fault: TokenLaw, clean: TokenLaw) -> TokenLaw:
     tokens = np.union1d(fault.tokens, clean.tokens)
-    return TokenLaw(tokens, _log_ratio(fault.at(tokens), clean.at(tokens)))
+    return TokenLaw(tokens, log_ratio(fault.at(tokens), clean.at(tokens)))
 
 
-def _log_ratio(fault: Floats, clean: Floats) -> Floats:
+def log_ratio(fault: Floats, clean: Floats) -> Floats:
     """Return log(fault / clean), 0 where both laws are 0: neither explains such an outcome."""
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.log(fault) - np.log(clean)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from audit.evidence import Alternative
+from audit.evidence import Alternative, log_ratio
 from audit.fault_nodes import Drafts
 from audit.rule_law import Floats, RuleLaw
 from lumotree.select_types import Walks
@@ -28,12 +28,12 @@ def joint_of(law: RuleLaw) -> Floats:
 
 
 def table_ratio(fault: Floats, clean: Floats) -> Alternative:
-    """Return the log ratio of two laws of (last row, bonus) [N, V]."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        table = np.where((fault == 0) & (clean == 0), 0.0, np.log(fault) - np.log(clean)).astype(np.float32)
+    """Return the log ratio of two laws of (last row, bonus) [N, V]; held in 4 bytes a number each."""
+    tables = fault.astype(np.float32), clean.astype(np.float32)
 
     def ratio(walks: Walks) -> Floats:
-        return np.asarray(table[walks.last.numpy(), walks.bonus.numpy()], np.float64)
+        where = walks.last.numpy(), walks.bonus.numpy()
+        return log_ratio(*(table[where].astype(np.float64) for table in tables))
 
     return ratio
 
@@ -86,35 +86,36 @@ def shared_coin_last(tree: Tree, rows: dict[int, tuple[Floats, Drafts]]) -> Floa
 
 
 def _intervals(target: Floats, drafts: Drafts) -> list[Floats]:
-    """For each child: weight, low and high [3, n] of the coins that accept it, over all drafts."""
+    """For each child: weight, low and high [3, n] of the coins that accept it, over all drafts.
+
+    p, q [P, S], mass and low [P] belong to the ordered prefixes of refused siblings, whose places are drawn [P, index].
+    """
     size, k = len(drafts.tokens), drafts.children
     off = max(0.0, float(target.sum() - target[drafts.tokens].sum()))
-    drawn = np.argwhere(drafts.joint.sum(tuple(range(1, k))) > 0) if k else np.zeros((0, 1), np.int64)
-    p = np.repeat(target[drafts.tokens][None], len(drawn), 0)
-    q = np.ones_like(p) if drafts.declared is None else np.repeat(drafts.declared[None], len(drawn), 0)
-    mass = np.full(len(drawn), off + target[drafts.tokens].sum())
-    low, found = np.zeros(len(drawn)), []
+    drawn, low = np.zeros((1, 0), np.int64), np.zeros(1)
+    p = target[drafts.tokens][None]
+    q = np.ones_like(p) if drafts.declared is None else drafts.declared[None]
+    mass = np.full(1, off + p.sum())
+    found = []
     for index in range(k):
-        rows, place = np.arange(len(drawn)), drawn[:, index]
-        law = np.eye(size)[place] if drafts.declared is None else q / np.maximum(q.sum(1, keepdims=True), 1e-300)
-        chance = p[rows, place] / mass
-        ratio = np.minimum(1.0, chance / np.maximum(law[rows, place], 1e-300))
-        marginal = drafts.joint.sum(tuple(range(index + 1, k)))
-        weight = marginal[tuple(drawn.T)]
-        found.append(np.stack([weight, low, np.maximum(low, ratio)]))
-        low = np.maximum(low, ratio)
-        left = np.maximum(p - mass[:, None] * law, 0.0)
+        weight = drafts.joint.sum(tuple(range(index + 1, k)))[tuple(drawn.T)].reshape(len(drawn), size)
+        law = np.ones_like(p) if drafts.declared is None else q / np.maximum(q.sum(1, keepdims=True), 1e-300)
+        ratio = np.minimum(1.0, p / mass[:, None] / np.maximum(law, 1e-300))
+        high = np.maximum(low[:, None], ratio)
+        which, place = np.nonzero(weight > 0)
+        found.append(np.stack([weight[which, place], low[which], high[which, place]]))
+        if index + 1 == k:
+            break
+        rows = np.arange(len(which))
+        refused = np.eye(size)[place] if drafts.declared is None else law[which]
+        drawn = np.concatenate([drawn[which], place[:, None]], 1)
+        p, q, mass, low = p[which], q[which], mass[which], high[which, place]
+        left = np.maximum(p - mass[:, None] * refused, 0.0)
         total = mass - p.sum(1) + left.sum(1)
         none = total <= 1e-13
         p, mass = np.where(none[:, None], p, left), np.where(none, mass, total)
         if drafts.declared is not None:
-            q = q.copy()
             q[rows, place] = 0.0
-        if index + 1 < k:
-            later = drafts.joint.sum(tuple(range(index + 2, k)))
-            which, place = np.nonzero(later[tuple(drawn.T)] > 0)
-            drawn = np.concatenate([drawn[which], place[:, None]], 1)
-            p, q, mass, low = p[which], q[which], mass[which], low[which]
     return found
 
 

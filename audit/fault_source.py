@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from audit.sampler_steps import Floats, Ints, Recipe, logits
+from audit.sampler_steps import Floats, Ints, Recipe, keep, largest, logits, nucleus, scaled
 from faults.sampler_types import Reading
 from lumotree.select_types import Step
 
@@ -23,7 +23,7 @@ class RecipeSource:
     @property
     def temperature(self) -> float:
         """The recipe's temperature."""
-        return self.recipe.temperature
+        return self.recipe.params.temperature
 
     def target(self, reading: Reading) -> Tensor:
         """Target rows float64 `[N, V]` under a reading; the step's own tensor where it reads nothing differently."""
@@ -33,21 +33,21 @@ class RecipeSource:
         rows = np.zeros_like(self._logits)
         for row in range(tree.n):
             values = self._logits[row]
-            if self.recipe.presence:
-                values = values - self.recipe.presence * self._counts(row, reading)
+            if self.recipe.params.presence:
+                values = values - self.recipe.params.presence * self._counts(row, reading)
             rows[row] = self._law(values, reading, not tree.active_children(row))
         return torch.from_numpy(rows)
 
     def differs(self, reading: Reading) -> bool:
         """Whether a reading concerns a parameter that the recipe sets; ties or rows may still come out alike."""
-        recipe = self.recipe
+        params = self.recipe.params
         return (
             reading.heat != 1
-            or (reading.twice and recipe.temperature != 1)
-            or (reading.ties != "index" and recipe.top_k > 0)
-            or ((reading.swapped or reading.joint) and recipe.top_k > 0 and recipe.top_p < 1)
-            or (reading.min_p != "all" and recipe.min_p > 0)
-            or (reading.penalty != "path" and recipe.presence != 0)
+            or (reading.twice and params.temperature != 1)
+            or (reading.ties != "index" and params.top_k > 0)
+            or ((reading.swapped or reading.joint) and params.top_k > 0 and params.top_p < 1)
+            or (reading.min_p != "all" and params.min_p > 0)
+            or (reading.penalty != "path" and params.presence != 0)
         )
 
     def _counts(self, row: int, reading: Reading) -> Floats:
@@ -71,22 +71,20 @@ class RecipeSource:
         return counts
 
     def _law(self, values: Floats, reading: Reading, leaf: bool) -> Floats:
-        scaled = values / (reading.heat * self.recipe.temperature)
-        if reading.twice:
-            scaled = scaled / self.recipe.temperature
-        law = np.exp(scaled - scaled.max())
-        law = keep(law, np.flatnonzero(law))
-        law = self._top(law, reading)
-        if self.recipe.min_p and (reading.min_p == "all" or (leaf and reading.min_p == "leaves")):
-            law = keep(law, np.flatnonzero(law >= self.recipe.min_p * law.max()))
+        params = self.recipe.params
+        heat = reading.heat * params.temperature * (params.temperature if reading.twice else 1.0)
+        law = self._top(scaled(values, heat), reading)
+        if params.min_p and (reading.min_p == "all" or (leaf and reading.min_p == "leaves")):
+            law = keep(law, np.flatnonzero(law >= params.min_p * law.max()))
         return law
 
     def _top(self, law: Floats, reading: Reading) -> Floats:
         filters: list[Callable[[Floats], Ints]] = []
-        if self.recipe.top_k:
-            filters.append(lambda row: largest(row, self.recipe.top_k, reading.ties))
-        if self.recipe.top_p < 1:
-            filters.append(lambda row: nucleus(row, self.recipe.top_p))
+        params = self.recipe.params
+        if params.top_k:
+            filters.append(lambda row: largest(row, params.top_k, reading.ties))
+        if params.top_p < 1:
+            filters.append(lambda row: nucleus(row, params.top_p))
         if reading.swapped:
             filters.reverse()
         if reading.joint and filters:
@@ -95,22 +93,3 @@ class RecipeSource:
         for chosen in filters:
             law = keep(law, chosen(law))
         return law
-
-
-def keep(law: Floats, tokens: Ints) -> Floats:
-    """Return the law on `tokens`, renormalised."""
-    kept = np.zeros_like(law)
-    kept[tokens] = law[tokens]
-    return np.asarray(kept / kept.sum())
-
-
-def largest(law: Floats, k: int, ties: str) -> Ints:
-    """Return the k most likely tokens: lowest first among ties, or ("all") every token tied with the k-th."""
-    order = np.argsort(-law, kind="stable")[:k]
-    return np.flatnonzero((law >= law[order[-1]]) & (law > 0)) if ties == "all" else order
-
-
-def nucleus(law: Floats, p: float) -> Ints:
-    """Return the smallest set of most likely tokens that reaches p."""
-    order = np.argsort(-law, kind="stable")
-    return np.asarray(order[: int(np.searchsorted(np.cumsum(law[order]), p)) + 1])

@@ -17,9 +17,9 @@ leaves take another shape than the rows with children, so a step has rows of sev
                 in truncated rows it also holds tokens that the target gives nothing
 
 One step penalises tokens already on a row's path (row 0 and its own included) and draws its head tokens from a pool of
-10, so that they repeat. Then come, in this order, temperature, top-k (exactly k, lowest token first among ties), top-p
-(smallest set that reaches p) and min-p. `logits` gives the rows before penalty and filters, for the conventions that an
-audit quantifies.
+10, so that they repeat; in another a sibling repeats an elder one's token, which gives that token no second chance.
+Then come, in this order, temperature, top-k (exactly k, lowest token first among ties), top-p (smallest set that
+reaches p) and min-p. `logits` gives the rows before penalty and filters, for the conventions that an audit quantifies.
 
 A target row depends on its row only, never on the token that leads there: that is how a captured step looks, and what
 makes "next token given a visit" follow the target row also when drafts are redrawn (`audit.sampler_tests`).
@@ -28,13 +28,15 @@ makes "next token given a visit" follow the target row also when drafts are redr
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from lumotree.errors import InputError
+from lumotree.sampling import SamplingParams
 from lumotree.select_types import Step
 from lumotree.tree import Tree
 from lumotree.tree_named import hydra27
@@ -53,9 +55,9 @@ _SPARE_HEADS = 3  # head tokens beyond those of the children, so that the body i
 @dataclass(frozen=True)
 class Recipe:
     """How a step is made. spine, side: shape of the rows with children and of the leaves; heads: probability of the
-    first child's token, then its siblings', before filters; presence: taken off the logit of each token on the row's
-    path, for fixed drafts; pool: number of tokens that heads are drawn from, 0 = all; seed: of tokens and noise.
-    top_k 0, top_p 1 and min_p 0 mean no filter."""
+    first child's token, then its siblings', before filters; params: of the request, its presence penalty for fixed
+    drafts only; pool: number of tokens that heads are drawn from, 0 = all; repeats: row whose last child carries its
+    first child's token once more (fixed drafts), None = siblings differ; seed: of tokens and noise."""
 
     name: str
     note: str
@@ -63,12 +65,9 @@ class Recipe:
     side: str
     stochastic: bool
     heads: tuple[float, ...]
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    presence: float = 0.0
+    params: SamplingParams = field(default_factory=SamplingParams)
     pool: int = 0
+    repeats: int | None = None
     seed: int = 0
 
 
@@ -80,8 +79,7 @@ RECIPES: tuple[Recipe, ...] = (
         "flat",
         False,
         (0.74, 0.10, 0.07),
-        temperature=0.7,
-        presence=0.2,
+        SamplingParams(temperature=0.7, presence=0.2),
         pool=10,
         seed=1,
     ),
@@ -92,17 +90,18 @@ RECIPES: tuple[Recipe, ...] = (
         "peaked",
         False,
         (0.68, 0.07, 0.055),
-        temperature=1.3,
+        SamplingParams(temperature=1.3),
         seed=2,
     ),
     Recipe(
         "tied-fixed",
-        "coarse logits: ties at the top and along the body, cut by top-p 0.98",
+        "coarse logits: ties at the top and along the body, cut by top-p 0.98; a sibling that repeats another",
         "tied",
         "tied",
         False,
         (0.68, 0.09, 0.09),
-        top_p=0.98,
+        SamplingParams(top_p=0.98),
+        repeats=1,
         seed=3,
     ),
     Recipe(
@@ -112,9 +111,7 @@ RECIPES: tuple[Recipe, ...] = (
         "truncated",
         False,
         (0.66, 0.10, 0.07),
-        temperature=0.9,
-        top_k=20,
-        top_p=0.97,
+        SamplingParams(temperature=0.9, top_k=20, top_p=0.97),
         seed=4,
     ),
     Recipe(
@@ -124,7 +121,7 @@ RECIPES: tuple[Recipe, ...] = (
         "flat",
         True,
         (0.40, 0.20, 0.12, 0.08),
-        temperature=0.8,
+        SamplingParams(temperature=0.8),
         seed=5,
     ),
     Recipe(
@@ -134,8 +131,7 @@ RECIPES: tuple[Recipe, ...] = (
         "tied",
         True,
         (0.42, 0.18, 0.10, 0.07),
-        top_k=22,
-        min_p=0.006,
+        SamplingParams(top_k=22, min_p=0.006),
         seed=8,
     ),
 )
@@ -149,12 +145,12 @@ def make_step(recipe: Recipe, vocab: int = VOCAB) -> Step:
     heads, shape = _head_tokens(recipe, vocab), hydra27()
     target = np.zeros((shape.n, vocab))
     laws = np.zeros((shape.n, vocab)) if recipe.stochastic else None
-    tokens = _head_children(shape, heads)
+    tokens = _head_children(recipe, shape, heads)
     for row in range(shape.n):
         values = _row_logits(recipe, shape, row, heads[row], vocab)
         if laws is not None:
-            laws[row] = _draft_law(recipe, row, values / recipe.temperature)
-        target[row] = filtered(penalised(values, tokens[list(shape.path(row))], recipe.presence), recipe)
+            laws[row] = _draft_law(recipe, row, values / recipe.params.temperature)
+        target[row] = filtered(penalised(values, tokens[list(shape.path(row))], recipe.params.presence), recipe.params)
     if laws is None:
         return Step(hydra27(vocab=vocab, tokens=tokens), torch.from_numpy(target))
     drawn = _drawn_children(recipe, shape, laws)
@@ -179,25 +175,48 @@ def penalised(values: Floats, seen: Ints, presence: float) -> Floats:
     return changed
 
 
-def filtered(values: Floats, recipe: Recipe) -> Floats:
-    """Return the law [V] of one row of logits [V] after the recipe's temperature and filters; it sums to 1."""
-    scaled = values / recipe.temperature
-    law = np.exp(scaled - scaled.max())
-    law = _keep(law, np.flatnonzero(law))
-    if recipe.top_k:
-        law = _keep(law, np.argsort(-law, kind="stable")[: recipe.top_k])
-    if recipe.top_p < 1:
-        order = np.argsort(-law, kind="stable")
-        law = _keep(law, order[: int(np.searchsorted(np.cumsum(law[order]), recipe.top_p)) + 1])
-    if recipe.min_p:
-        law = _keep(law, np.flatnonzero(law >= recipe.min_p * law.max()))
+def filtered(values: Floats, params: SamplingParams) -> Floats:
+    """Return the law [V] of one row of logits [V] after temperature and filters; it sums to 1."""
+    law = scaled(values, params.temperature)
+    if params.top_k:
+        law = keep(law, largest(law, params.top_k))
+    if params.top_p < 1:
+        law = keep(law, nucleus(law, params.top_p))
+    if params.min_p:
+        law = keep(law, np.flatnonzero(law >= params.min_p * law.max()))
     return law
 
 
-def _keep(law: Floats, tokens: Ints) -> Floats:
+def scaled(values: Floats, temperature: float) -> Floats:
+    """Return the law [V] of logits [V] at a temperature."""
+    law = values / temperature
+    law = np.exp(law - law.max())
+    return np.asarray(law / law.sum())
+
+
+def keep(law: Floats, tokens: Ints) -> Floats:
+    """Return the law on `tokens`, renormalised."""
     kept = np.zeros_like(law)
     kept[tokens] = law[tokens]
     return np.asarray(kept / kept.sum())
+
+
+def largest(law: Floats, k: int, ties: Literal["index", "all"] = "index") -> Ints:
+    """Return the k most likely tokens, ascending: lowest first among ties, or ("all") every token tied with the k-th;
+    tokens without probability are left out."""
+    possible = np.flatnonzero(law)
+    if k >= len(possible):
+        return possible
+    kth = np.partition(law[possible], len(possible) - k)[len(possible) - k]
+    above, tied = np.flatnonzero(law > kth), np.flatnonzero(law == kth)
+    return np.sort(np.concatenate([above, tied if ties == "all" else tied[: k - len(above)]]))
+
+
+def nucleus(law: Floats, p: float) -> Ints:
+    """Return the smallest set of most likely tokens that reaches p, likeliest first."""
+    possible = np.flatnonzero(law)
+    order = possible[np.argsort(-law[possible], kind="stable")]
+    return np.asarray(order[: int(np.searchsorted(np.cumsum(law[order]), p)) + 1])
 
 
 def _head_tokens(recipe: Recipe, vocab: int) -> Ints:
@@ -222,7 +241,7 @@ def _row_logits(recipe: Recipe, tree: Tree, row: int, heads: Ints, vocab: int) -
     values = np.log(body)
     if shape == "tied":
         values = np.round(values * 4) / 4
-    return np.asarray(values * recipe.temperature)
+    return np.asarray(values * recipe.params.temperature)
 
 
 def _head_masses(recipe: Recipe, tree: Tree, row: int) -> tuple[float, ...]:
@@ -268,12 +287,15 @@ def _draft_law(recipe: Recipe, row: int, scaled: Floats) -> Floats:
     return np.asarray(law / law.sum())
 
 
-def _head_children(tree: Tree, heads: Ints) -> Ints:
-    """Return tokens [32]: the k-th child of a row carries its k-th head token."""
+def _head_children(recipe: Recipe, tree: Tree, heads: Ints) -> Ints:
+    """Return tokens [32]: the k-th child of a row carries its k-th head token, save where it repeats the first."""
     tokens = np.zeros(tree.n, np.int64)
     for row in range(tree.n):
         for rank, child in enumerate(tree.children(row)):
             tokens[child] = heads[row, rank]
+    if recipe.repeats is not None:
+        children = tree.children(recipe.repeats)
+        tokens[children[-1]] = tokens[children[0]]
     return tokens
 
 

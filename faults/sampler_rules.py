@@ -73,7 +73,6 @@ FAULTS = [
         "siblings are tried from last to first as if they had been drawn in that order",
         "issue item 6",
         VariantRule(backwards=True),
-        laws=True,
     ),
     _fault(
         "duplicate_twice",

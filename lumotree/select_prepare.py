@@ -7,6 +7,7 @@ numbers in float64: a power of two changes no quotient, and rounding to the grid
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,12 +69,13 @@ def prepare(step: Step) -> PreparedStep:
     with active children, which must also give weight to at least as many tokens as the row has active children.
     """
     _check_matrix("target", step.target, step.tree.n)
-    weights = torch.zeros_like(step.target)
-    cdf = torch.zeros_like(step.target)
+    weights, cdf = torch.empty_like(step.target), torch.empty_like(step.target)
+    idle = [row for row in range(step.tree.n) if not step.tree.active[row]]
+    weights[idle], cdf[idle] = 0.0, 0.0
     best = {}
     for row in step.tree.active_rows:
         check_row("target", row, step.target[row])
-        weights[row] = to_units(step.target[row])
+        torch.mul(step.target[row], GRID, out=weights[row]).round_()  # `to_units`, without a copy
         torch.cumsum(weights[row], 0, out=cdf[row])
         best[row] = int(np.argmax(step.target[row].cpu().numpy()))  # NumPy promises the first of tied entries
     return PreparedStep(step, weights, cdf, best, _prepare_laws(step, weights))
@@ -113,13 +115,16 @@ def to_units(values: Tensor) -> Tensor:
 
 def check_row(name: str, row: int, values: Tensor) -> None:
     """Refuse a float64 `[V]` row that is no probability law. Raises InputError naming row, token and value."""
-    wrong = ~((values >= 0) & torch.isfinite(values))
-    if bool(wrong.any()):
-        token = int(torch.nonzero(wrong)[0, 0])
-        raise InputError(
-            f"{name} row {row} has {float(values[token])} at token {token}; expected finite and non-negative numbers"
-        )
     total = float(values.sum())
+    # Two passes tell that all is well: NaN and infinities survive the sum.
+    if not (math.isfinite(total) and float(values.min()) >= 0):
+        wrong = ~((values >= 0) & torch.isfinite(values))
+        if bool(wrong.any()):
+            token = int(torch.nonzero(wrong)[0, 0])
+            raise InputError(
+                f"{name} row {row} has {float(values[token])} at token {token}; "
+                "expected finite and non-negative numbers"
+            )
     if total == 0:
         raise InputError(f"{name} row {row} is all zero; expected a sum of 1")
     if abs(total - 1) > SUM_TOLERANCE:

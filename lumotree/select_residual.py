@@ -8,6 +8,7 @@ every walk (fixed drafts), and then costs nothing per walk.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ class Residual:
 
     prepared, row: where it comes from. tokens int64 `[b or 1, K]` support, ascending; start `[b or 1, K]` target
     weights on it; weights `[b, K]` what is left of them; mass `[b]` sum of all weights, off the support included;
-    law `[b, K]` unnormalised draft law, None for point masses; law_mass `[b]`.
+    law `[b, K]` unnormalised draft law, None for point masses; law_mass `[b]`; later: children that may still be tried.
     """
 
     prepared: PreparedStep
@@ -37,19 +38,20 @@ class Residual:
     mass: Tensor
     law: Tensor | None
     law_mass: Tensor
+    later: int
 
     @classmethod
-    def at(cls, prepared: PreparedStep, row: int, drafts: Tensor) -> Residual:
+    def at(cls, prepared: PreparedStep, row: int, drafts: Tensor) -> Self:
         """The state before the first child is tried; drafts: int64 `[n or 1, N]`."""
-        mass = prepared.cdf[row, -1:]
+        mass, children = prepared.cdf[row, -1:], prepared.tree.active_children(row)
         if prepared.laws is not None and row in prepared.laws:
             law = prepared.laws[row]
             start, weights = law.target[None], law.weights[None]
-            return cls(prepared, row, law.tokens[None], start, start, mass, weights, law.cdf[-1:])
+            return cls(prepared, row, law.tokens[None], start, start, mass, weights, law.cdf[-1:], len(children))
         # A repeated token is always found at its first place, so its weight is lost once.
-        tokens = drafts[:, list(prepared.tree.active_children(row))].sort(dim=1).values
+        tokens = drafts[:, list(children)].sort(dim=1).values
         start = prepared.weights[row][tokens]
-        return cls(prepared, row, tokens, start, start, mass, None, mass)
+        return cls(prepared, row, tokens, start, start, mass, None, mass, len(children))
 
     def keep(self, kept: Tensor) -> None:
         """Forget the other walks; kept: bool `[n]` or indices."""
@@ -70,36 +72,48 @@ class Residual:
         place = place.clamp_(max=self.tokens.shape[1] - 1)
         return place, (_pick(self.tokens, place) == tokens)
 
+    def chance(self, tokens: Tensor) -> Tensor:
+        """What is left for the drafted tokens `[n or 1]`, p, float64 `[b]`."""
+        place, found = self._place(tokens)
+        return torch.where(found, _pick(self.weights, place), self.prepared.weights[self.row][tokens]) / self.mass
+
     def ratio(self, tokens: Tensor, reach: Tensor) -> Tensor:
         """min(1, reach * p / q) of the drafted tokens `[n or 1]`, float64 `[b]`; reach `[b]`."""
-        place, found = self._place(tokens)
-        weight = torch.where(found, _pick(self.weights, place), self.prepared.weights[self.row][tokens])
-        p = weight / self.mass * reach
+        p = self.chance(tokens) * reach
         if self.law is None:
             return p.clamp(max=1.0)
+        place, found = self._place(tokens)
         q = torch.where(found, _pick(self.law, place), 0.0) / self.law_mass
         return torch.where(q == 0, (p > 0).to(p.dtype), (p / q).clamp(max=1.0))
 
     def refuse(self, tokens: Tensor, reach: Tensor) -> Tensor:
         """Refuse the drafted tokens `[n or 1]` of all walks held; return the new reach `[b]`."""
-        place, found = self._place(tokens)
-        if self.law is None:
-            held = self.weights.expand(len(place), -1)
-            cuts = torch.zeros_like(held).scatter_(1, place, held.gather(1, place))
-        else:
-            cuts = (self.law / self.law_mass[:, None]).mul_(self.mass[:, None])
-            if not bool((reach == 1).all()):
-                cuts = cuts / torch.where(reach == 0, 1.0, reach)[:, None]  # with reach 0 everything stays, see below
-            cuts = torch.minimum(cuts, self.weights).round_()
-            self._remove(place, found)
+        asked = self.asked(tokens)
+        if not bool((reach == 1).all()):
+            asked = asked / torch.where(reach == 0, 1.0, reach)[:, None]  # with reach 0 everything stays, see below
+        cuts = torch.minimum(asked, self.weights).round_()
         left = self.mass - cuts.sum(dim=1)
         stays = (left == 0) | (reach == 0)
         if bool(stays.any()):
             cuts = cuts.masked_fill(stays[:, None], 0.0)
         remaining = reach * left / self.mass
-        self.weights = self.weights - cuts
+        self.weights = torch.sub(self.weights, cuts, out=cuts)  # cuts has the shape of what is left
         self.mass = torch.where(stays, self.mass, left)
         return torch.where(stays, (reach == 1).to(reach.dtype), remaining / (remaining + (1 - reach)))
+
+    def asked(self, tokens: Tensor) -> Tensor:
+        """The declared law q of the drafted tokens, in the scale of what is left: `[b, K]`. A child with these tokens
+        has then been tried, and they leave the law of its later siblings."""
+        place, found = self._place(tokens)
+        self.later -= 1
+        if self.law is None:  # a point mass asks for everything
+            count = max(len(place), len(self.mass))
+            everything = self.mass.expand(count)[:, None]
+            return self.mass.new_zeros(count, self.tokens.shape[1]).scatter_(1, place.expand(count, 1), everything)
+        asked = (self.law / self.law_mass[:, None]).mul_(self.mass[:, None])
+        if self.later:  # nothing is drafted after the last child: its law is not asked for again
+            self._remove(place, found)
+        return asked
 
     def _remove(self, place: Tensor, found: Tensor) -> None:
         """Take the tokens at `place` out of the draft law."""

@@ -15,6 +15,8 @@ from lumotree.select_residual import Residual, take
 from lumotree.select_types import Coins
 
 Decision = tuple[Tensor, Tensor]
+Start = Callable[[PreparedStep, int, Tensor], Residual]
+"""What is left at a row before its first child is tried, from drafts int64 `[n or 1, N]`."""
 
 #: Numbers held in one state array of a chunk of walks: 4 MiB, which stays in cache.
 _CHUNK_NUMBERS = 1 << 19
@@ -36,7 +38,7 @@ def naive(prepared: PreparedStep, drafts: Tensor, coins: Coins) -> Decision:
         empty = drafts.new_zeros(1, 0)
         none = prepared.weights.new_zeros(1, 0)
         mass = prepared.cdf[row, -1:]
-        return Residual(prepared, row, empty, none, none, mass, None, mass).draw(coins.residual[here, row])
+        return Residual(prepared, row, empty, none, none, mass, None, mass, 0).draw(coins.residual[here, row])
 
     return _follow(prepared, drafts, coins, next_tokens)
 
@@ -59,10 +61,21 @@ def _follow(
 
 def multi_round(prepared: PreparedStep, drafts: Tensor, coins: Coins) -> Decision:
     """Children in order, each against the residual of the earlier refusals."""
-    return _in_chunks(_multi_round, prepared, drafts, coins)
+    return multi_round_with(Residual.at, prepared, drafts, coins)
 
 
-def _multi_round(prepared: PreparedStep, drafts: Tensor, coins: Coins) -> Decision:
+def multi_round_with(
+    start: Start, prepared: PreparedStep, drafts: Tensor, coins: Coins, backwards: bool = False
+) -> Decision:
+    """As `multi_round`, with `start` to say what is left at a row, and siblings in order or backwards."""
+
+    def decide(prepared: PreparedStep, drafts: Tensor, coins: Coins) -> Decision:
+        return _multi_round(start, backwards, prepared, drafts, coins)
+
+    return _in_chunks(decide, prepared, drafts, coins)
+
+
+def _multi_round(start: Start, backwards: bool, prepared: PreparedStep, drafts: Tensor, coins: Coins) -> Decision:
     last = torch.zeros(coins.accept.shape[0], dtype=torch.int64, device=drafts.device)
     bonus = torch.zeros_like(last)
     one = prepared.cdf.new_ones(1)
@@ -70,8 +83,9 @@ def _multi_round(prepared: PreparedStep, drafts: Tensor, coins: Coins) -> Decisi
         here = torch.nonzero(last == row)[:, 0]
         if not len(here):
             continue
-        residual = Residual.at(prepared, row, take(drafts, here))
-        for child in prepared.tree.active_children(row):
+        residual = start(prepared, row, take(drafts, here))
+        children = prepared.tree.active_children(row)
+        for child in reversed(children) if backwards else children:
             tokens = take(drafts[:, child], here)
             accepted = coins.accept[here, child] < residual.ratio(tokens, one)
             last[here[accepted]] = child

@@ -28,7 +28,9 @@ def test_what_applies_in_which_step():
 @pytest.mark.parametrize("index", [0, 1, 2])
 def test_rows_agree_with_the_sampling_parameters_of_lumotree(index):
     """An independent statement of the filters: `lumotree.sampling`."""
-    recipe = Recipe("all", "", "truncated", "truncated", False, (0.5, 0.1, 0.07), 0.9, 12, 0.9, 0.03, seed=4)
+    recipe = Recipe(
+        "all", "", "truncated", "truncated", False, (0.5, 0.1, 0.07), SamplingParams(0.9, 12, 0.9, 0.03), seed=4
+    )
     step = make_step(recipe, 32)
     own = SamplingParams(0.9, 12, 0.9, 0.03)
     other = SamplingParams(0.9, 12, 0.9, 0.0 if index == 1 else 0.03)

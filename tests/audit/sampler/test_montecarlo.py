@@ -172,4 +172,4 @@ def test_small_captured_like_steps_pass_with_a_clean_sampler(lab, recipe):
     step = make_step(recipe, 32)
     result = run_step(lab.Reference(), step, law=multi_round_law(step), walks=20_000, chunk=10_000, min_visits=150)
     assert result.verdict == "PASS", result.messages()
-    assert result.untested_rows == ()
+    assert result.untested_rows == ((6,) if recipe.repeats else ())  # row 6 repeats row 4's token
