@@ -42,8 +42,9 @@ class HybridModel:
     """Implements `lumotree.model_types.LanguageModel`; see there for shapes.
 
     weights: every tensor of `config.parameters()`. On a CPU products are computed in fp32 from widened weights, so a
-    bf16 model takes twice its file's size in memory. Every row has the same bits whatever the number, order, padding
-    and content of the other rows, as far as the backend's rows have (its contract says which surfaces claim it).
+    bf16 model takes twice its file's size in memory. `blocks` are the decoder layers. Every row has the same bits
+    whatever the number, order, padding and content of the other rows, as far as the backend's rows have (its contract
+    says which surfaces claim it).
 
     Raises CheckpointError when a tensor is missing, left over, misshapen or of another dtype.
     """
@@ -56,7 +57,7 @@ class HybridModel:
         placed = _Placed(weights, self.device)
         self._rope = rope_tables(config, self.device)
         self._embedding = placed["model.embed_tokens.weight"]
-        self._blocks = [
+        self.blocks = [
             Block.make(config, placed, f"model.layers.{i}.", kind, config.layer_kinds[:i].count(kind), self._rope)
             for i, kind in enumerate(config.layer_kinds)
         ]
@@ -112,7 +113,7 @@ class HybridModel:
     def _forward(self, tokens: Tensor, batch: Batch, surfaces: Surfaces) -> Forward:
         check_rows(self.config, tokens, batch)
         h = self._embedding[tokens.clamp(0, self.vocab - 1)]  # inactive rows may hold anything
-        for block in self._blocks:
+        for block in self.blocks:
             h = block(h, surfaces)
         hidden = self._norm(h)
         return Forward(self._head.raw(hidden), hidden)
