@@ -92,8 +92,8 @@ def probe_sizes(
 
 
 def is_invariant(product: Product, x: Tensor, weight: Tensor, size: int, alone: Tensor) -> bool:
-    """Whether the first rows of the full tile x have the bits of `alone [few, N]` in every company and place."""
-    few = len(alone)
+    """Whether the first rows of the full tile x have the bits of `alone [rows, N]` in every company and place."""
+    few = min(len(alone), size)
     places = torch.arange(size, device=x.device)
     tiles = [(x, places[:few]), (x.flip(0), places.flip(0)[:few])]
     tiles += [(x.roll(shift, 0), (places + shift)[:few] % size) for shift in (1, size // 2, size - 1)]
