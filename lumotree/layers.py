@@ -1,15 +1,17 @@
 """The layers of the hybrid model, row by row: a row's bits never depend on the other rows (contract section 7).
 
 Activations have the model's dtype (bf16) between layers; inside a layer they are wide: fp32 for bf16, otherwise as they
-are. Each function rounds once, at its end. Three rules keep rows apart: products go through `lumotree.invariant`, sums
-are spelled out with `halve`, and exp is called on one row at a time where a CPU's vector body and tail might differ.
-Everything else is correctly rounded elementwise arithmetic, multiplication and addition in separate calls.
+are. Each function rounds once, at its end. Three rules keep rows apart on a CPU: products go through
+`lumotree.invariant`, sums are spelled out with `halve`, and exp is called on one row at a time, since its vector body
+and tail might differ. Everything else is correctly rounded elementwise arithmetic, multiplication and addition in
+separate calls. On a GPU kernels with a pinned tile do the same work (`lumotree.model_kernels`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,19 +25,25 @@ def wide(x: Tensor) -> Tensor:
     return x.to(torch.float32) if x.dtype == torch.bfloat16 else x
 
 
-def exp(x: Tensor) -> Tensor:
-    """Elementwise exp of wide `x [T, ..]`; on a GPU an element's place changes nothing, on a CPU it might."""
-    return torch.exp(x) if x.is_cuda else rowwise(torch.exp, x)
+def _kernels() -> Any:
+    """The GPU's kernels; they import triton, which models on a CPU do without."""
+    from lumotree import model_kernels
 
-
-def sigmoid(x: Tensor) -> Tensor:
-    """`1 / (1 + exp(-x))` of wide `x [T, ..]`."""
-    return 1.0 / (1.0 + exp(-x))
+    return model_kernels
 
 
 def silu(x: Tensor) -> Tensor:
-    """`x / (1 + exp(-x))` of wide `x [T, ..]`."""
-    return x / (1.0 + exp(-x))
+    """`x / (1 + exp(-x))` of wide `x [T, ..]` on a CPU."""
+    return x / (1.0 + rowwise(torch.exp, -x))
+
+
+def gated(x: Tensor, gate: Tensor, *, silu: bool) -> Tensor:
+    """`x * silu(gate)` or `x * sigmoid(gate)` of `[T, ..]`, in x's dtype."""
+    if x.is_cuda:
+        result: Tensor = _kernels().triton_gate(x, gate, silu=silu)
+        return result
+    g = wide(gate)
+    return (wide(x) * ((g if silu else 1.0) / (1.0 + rowwise(torch.exp, -g)))).to(x.dtype)
 
 
 def unit_rms(x: Tensor, eps: float) -> Tensor:
@@ -59,6 +67,9 @@ class RmsNorm:
 
     def __call__(self, x: Tensor) -> Tensor:
         """`[T, .., dim]`, same dtype out."""
+        if x.is_cuda:
+            normed: Tensor = _kernels().triton_norm(x, self.scale, self.eps)
+            return normed
         return (unit_rms(x, self.eps) * self.scale).to(x.dtype)
 
 
@@ -71,6 +82,9 @@ class GatedRmsNorm:
 
     def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
         """x, gate: `[T, HV, dv]`, same dtype out."""
+        if x.is_cuda:
+            normed: Tensor = _kernels().triton_norm(x, self.weight, self.eps, gate)
+            return normed
         return (unit_rms(x, self.eps) * wide(self.weight) * silu(wide(gate))).to(x.dtype)
 
 
@@ -116,4 +130,4 @@ class Mlp:
     def __call__(self, x: Tensor) -> Tensor:
         """`[T, H]` in and out."""
         gate, up = self.gate_up(x)
-        return self.down((silu(wide(gate)) * wide(up)).to(x.dtype))[0]
+        return self.down(gated(up, gate, silu=True))[0]

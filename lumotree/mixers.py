@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from lumotree.backends.protocol import AttentionOps, Batch, ConvOps, GdnOps, StepOps, StepOut, Workspace
-from lumotree.layers import GatedRmsNorm, Linear, Mlp, RmsNorm, sigmoid, wide
+from lumotree.errors import ContractError
+from lumotree.layers import GatedRmsNorm, Linear, Mlp, RmsNorm, gated, wide
 from lumotree.model_config import LINEAR, ModelConfig
 from lumotree.state import Pools
 
@@ -161,7 +162,7 @@ class AttentionMixer:
         k = self.k_norm(k.view(rows, c.kv_heads, c.head_dim)).contiguous()
         out = torch.zeros_like(q)
         attend(AttentionOps(q, k, v.view_as(k), self.cos, self.sin), out, self.layer)
-        return self.outward((wide(out) * sigmoid(wide(gate))).to(x.dtype).flatten(1))[0]
+        return self.outward(gated(out, gate, silu=False).flatten(1))[0]
 
 
 @dataclass(frozen=True)
@@ -213,3 +214,21 @@ def rope_tables(config: ModelConfig, device: torch.device) -> tuple[Tensor, Tens
     exponent = torch.arange(0, config.rotary_dim, 2, dtype=kind) / config.rotary_dim
     angle = torch.arange(config.positions, dtype=kind)[:, None] * (1.0 / config.rope_theta**exponent)
     return angle.cos().to(device), angle.sin().to(device)
+
+
+def check_rows(config: ModelConfig, tokens: Tensor, batch: Batch) -> None:
+    """Raise ContractError, naming row and value, for tokens or positions of active rows that the model has not.
+
+    Reads from the device, so it is left out while a CUDA graph is captured.
+    """
+    if tokens.dtype != torch.int64 or tokens.shape != (batch.rows,):
+        raise ContractError(
+            f"tokens: expected int64 [{batch.rows}], one a row, got {tokens.dtype} {list(tokens.shape)}"
+        )
+    if tokens.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    for name, values, limit in (("token", tokens, config.vocab), ("position", batch.position, config.positions)):
+        wrong = (batch.active & ((values < 0) | (values >= limit))).nonzero()
+        if len(wrong):
+            row = int(wrong[0])
+            raise ContractError(f"row {row}: {name}={int(values[row])}; allowed: 0..{limit - 1}")

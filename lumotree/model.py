@@ -15,7 +15,7 @@ from lumotree.checkpoint import check_tensors, read_checkpoint, specs_of
 from lumotree.contract import Contract
 from lumotree.errors import ContractError
 from lumotree.layers import Linear, RmsNorm
-from lumotree.mixers import Block, StepSurfaces, Surfaces, VerifySurfaces, rope_tables
+from lumotree.mixers import Block, StepSurfaces, Surfaces, VerifySurfaces, check_rows, rope_tables
 from lumotree.model_config import ModelConfig
 from lumotree.model_types import Forward
 from lumotree.mtp import MtpHead
@@ -117,24 +117,6 @@ class HybridModel:
             h = block(h, surfaces)
         hidden = self._norm(h)
         return Forward(self._head.raw(hidden), hidden)
-
-
-def check_rows(config: ModelConfig, tokens: Tensor, batch: Batch) -> None:
-    """Raise ContractError, naming row and value, for tokens or positions of active rows that the model has not.
-
-    Reads from the device, so it is left out while a CUDA graph is captured.
-    """
-    if tokens.dtype != torch.int64 or tokens.shape != (batch.rows,):
-        raise ContractError(
-            f"tokens: expected int64 [{batch.rows}], one a row, got {tokens.dtype} {list(tokens.shape)}"
-        )
-    if tokens.is_cuda and torch.cuda.is_current_stream_capturing():
-        return
-    for name, values, limit in (("token", tokens, config.vocab), ("position", batch.position, config.positions)):
-        wrong = (batch.active & ((values < 0) | (values >= limit))).nonzero()
-        if len(wrong):
-            row = int(wrong[0])
-            raise ContractError(f"row {row}: {name}={int(values[row])}; allowed: 0..{limit - 1}")
 
 
 def load_model(folder: Path | str, device: torch.device | str = "cpu") -> HybridModel:

@@ -12,7 +12,7 @@ from torch import Tensor
 from lumotree.backends.protocol import AttentionOps, Batch, ConvOps, GdnOps, Limits, Workspace
 from lumotree.errors import ContractError
 from lumotree.layers import Linear, RmsNorm
-from lumotree.mixers import Block
+from lumotree.mixers import Block, check_rows
 from lumotree.model_config import FULL, ModelConfig
 from lumotree.model_types import Forward
 from lumotree.state import KVCache
@@ -71,7 +71,12 @@ class MtpHead:
         return KVCache(*(torch.zeros(shape, dtype=self.config.dtype, device=self.device) for _ in range(2)))
 
     def forward(self, tokens: Tensor, hidden: Tensor, batch: Batch, cache: KVCache) -> Forward:
-        """See DraftHead. Raises ContractError for a hidden row of another shape or dtype."""
+        """See DraftHead. Rows that are inactive get unspecified logits.
+
+        Raises ContractError for a token outside the vocabulary, a position beyond the model's, or hidden rows of
+        another shape or dtype.
+        """
+        check_rows(self.config, tokens, batch)
         if hidden.shape != (batch.rows, self.config.hidden) or hidden.dtype != self.config.dtype:
             raise ContractError(
                 f"draft head: expected hidden {self.config.dtype} [{batch.rows}, {self.config.hidden}], "
