@@ -98,7 +98,7 @@ def _sizes(dims: Dims) -> Iterable[tuple[str, dict[str, object]]]:
 
 
 def _adversarial(dims: Dims, tree: str) -> Iterable[tuple[str, dict[str, object]]]:
-    for regime in ("near_one", "near_zero", "zero_keys", "tiny_keys", "large_gates"):
+    for regime in ("near_one", "near_zero", "zero_keys", "tiny_keys", "large_gates", "mid_gates"):
         yield f"regime/{regime}", {"dims": dims, "trees": (tree,), "prefixes": (5,), "regime": regime}
 
 

@@ -44,6 +44,8 @@ def run_next_cycle(backend: Any, judge: Judge) -> None:
     batch = _next_batch(case, trees)
     second = _with(case, trees, batch, case.pools)
     after = _with(case, trees, batch, _pools_after(case, stage, judge.truth, paths))
+    if judge.tallies.failures() and not _finite(after):
+        return  # the chain of the first cycle has failed, and nothing can be bounded behind a state that is no number
     truth = find_truth(backend, after, stage.surfaces)
     part = Tallies()
     again = Judge(_stage_of(stage, second), truth, part)
@@ -131,6 +133,15 @@ def _pools_after(case: Case, stage: Stage, truth: Truths, paths: Sequence[Sequen
         if k:
             pools.cache.k[layer, where], pools.cache.v[layer, where] = torch.stack(k), torch.stack(v)
     return pools
+
+
+def _finite(case: Case) -> bool:
+    """Whether every committed state, window, key and value of the case is a number."""
+    held = [case.pools.recurrent[:, case.state_slots], case.pools.conv[:, case.state_slots]]
+    for request, tree in enumerate(case.trees):
+        where = case.committed(request, range(tree.prefix_len))
+        held += [case.pools.cache.k[:, where], case.pools.cache.v[:, where]]
+    return all(bool(torch.isfinite(x).all()) for x in held)
 
 
 def _exported(stage: Stage) -> dict[tuple[int, int], torch.Tensor]:

@@ -82,6 +82,8 @@ def _gates(s: Source, dims: Dims, rows: int, regime: str) -> tuple[Tensor, Tenso
     a, b = s.normal(rows, hv), s.normal(rows, hv)
     if regime == "near_one":
         a = a - 12
+    elif regime == "mid_gates":  # where softplus bends, with decays from 0.9 to 0.001
+        a, A_log = a + 8, torch.linspace(-4.0, 0.5, hv)
     elif regime == "near_zero":
         a, A_log = a + 8, torch.full((hv,), math.log(16.0))
     elif regime == "large_gates":
@@ -288,6 +290,8 @@ Draw = Callable[[Source, Dims, list[Tree], str, int], Drawn]
 
 #: Regime -> how its operands are drawn.
 REGIMES: dict[str, Draw] = {
-    **dict.fromkeys(("random", "near_one", "near_zero", "zero_keys", "tiny_keys", "large_gates", "cold"), draw_random),
+    **dict.fromkeys(
+        ("random", "near_one", "near_zero", "zero_keys", "tiny_keys", "large_gates", "mid_gates", "cold"), draw_random
+    ),
     "exact": draw_exact,
 }

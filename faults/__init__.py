@@ -1,12 +1,27 @@
 """Known defects as wrappers of any correct backend: the catalogue, and the positive controls of every audit."""
 
-from faults import batch, paths, publication, topology
+from faults import (
+    arithmetic,
+    batch,
+    cycles,
+    keys,
+    native,
+    operands,
+    outputs,
+    paths,
+    publication,
+    slots,
+    stored,
+    topology,
+)
 from faults.catalogue import Fault, Knob, by_id
 from faults.reach import NEEDS, Scene
 from faults.wrap import Faulty
 
+_MODULES = (topology, paths, publication, batch, slots, stored, outputs, keys, native, operands, cycles, arithmetic)
+
 #: Every fault of the component, by id. Those of samplers are in `faults.sampler`.
-CATALOGUE: dict[str, Fault] = by_id(topology.FAULTS, paths.FAULTS, publication.FAULTS, batch.FAULTS)
+CATALOGUE: dict[str, Fault] = by_id(*(m.FAULTS for m in _MODULES))
 
 _CONTROLS = ("wrong_parent", "sibling_published", "swapped_rings", "stale_metadata", "poisoned_inactive")
 

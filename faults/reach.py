@@ -103,6 +103,7 @@ NEEDS: dict[str, Need] = {
     "zero_keys": Need("keys of zero", _regime("zero_keys")),
     "tiny_keys": Need("keys whose norm is about that of the epsilon", _regime("tiny_keys")),
     "large_gates": Need("gates that saturate", _regime("large_gates")),
+    "mid_gates": Need("gates where softplus bends", _regime("mid_gates")),
     "cold": Need("scores far below zero", _regime("cold")),
     "exact": Need("exact-grid operands", _regime("exact")),
     "empty path": Need("a contract with empty paths", lambda s: s.contract.empty_path),

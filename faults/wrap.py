@@ -43,8 +43,8 @@ def differs(a: Any, b: Any) -> bool:
         return a.shape != b.shape or a.dtype != b.dtype or not torch.equal(_numbers(a), _numbers(b))
     if is_dataclass(a):
         return type(a) is not type(b) or any(differs(getattr(a, f.name), getattr(b, f.name)) for f in fields(a))
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() != b.keys() or any(differs(a[k], b[k]) for k in a)
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) != len(b) or any(differs(x, y) for x, y in zip(a, b, strict=True))
     return bool(a != b)
 
 
@@ -60,9 +60,14 @@ def copied(pool: Any) -> Any:
     return pool.clone() if isinstance(pool, Tensor) else replace(pool, k=pool.k.clone(), v=pool.v.clone())
 
 
-def held(pool: Any) -> list[Tensor]:
-    """The tensors of a pool."""
-    return [pool] if isinstance(pool, Tensor) else [pool.k, pool.v]
+def duplicate(ops: Any) -> Any:
+    """A copy of a set of operands."""
+    return type(ops)(**{name: value.clone() for name, value in vars(ops).items()})
+
+
+def within(batch: Batch, ops: Any) -> Batch:
+    """The batch with positions that the tables of the rotation have: a real table is longer than any request."""
+    return replace(batch, position=batch.position.clamp(max=len(ops.cos) - 1))
 
 
 @dataclass(frozen=True)
@@ -106,9 +111,12 @@ def on_verify(
     ops: Callable[[Any, Batch], Any] | None = None,
     batch: Callable[[Batch], Batch] | None = None,
     pool: Callable[[Tensor, Batch, int], Tensor] | None = None,
-    after: Callable[[Verified], None] | None = None,
+    after: Callable[[Verified], bool | None] | None = None,
 ) -> Wrap:
-    """Change what verification of a surface reads (operands, metadata, a copy of the pool) or what it left behind."""
+    """Change what verification of a surface reads (operands, metadata, a copy of the pool) or what it left behind.
+
+    after returns True when it wrote to memory that is none of the call's own.
+    """
     verify = SURFACES[surface][0]
 
     def wrap(inner: Any) -> Faulty:
@@ -118,14 +126,17 @@ def on_verify(
             o, b, p = ops(given, batch_) if ops else given, batch(batch_) if batch else batch_, pool_
             if pool is not None:
                 p = pool(pool_, batch_, layer)
+            if batch is not None and surface == "attention":
+                b = within(b, o)
             for name, x, y in (("ops", given, o), ("batch", batch_, b), ("pool", pool_, p)):
                 faulty.note(f"{verify}.{name}", x, y)
             before = copied(pool_) if after else None
             getattr(inner, verify)(o, p, b, ws, out, layer)
             if after is not None:
-                left = copied(pool_), out.clone()
-                after(Verified(given, pool_, before, batch_, out, layer))
-                faulty.note(f"{verify}.left", left, (pool_, out))
+                left = copied(pool_), out.clone(), duplicate(given), batch_.position.clone()
+                elsewhere = after(Verified(given, pool_, before, batch_, out, layer))
+                faulty.note(f"{verify}.left", left, (pool_, out, given, batch_.position))
+                faulty.note(f"{verify}.elsewhere", False, bool(elsewhere))
 
         setattr(faulty, verify, method)
         return faulty
@@ -201,6 +212,8 @@ def on_native(
             if any(v is not None for v in vars(rest).values()):
                 inner.native_step(rest, pools, batch_, replace(out, **{surface: None}), layer)
             o, b = ops(own, batch_) if ops else own, batch(batch_) if batch else batch_
+            if batch is not None and surface == "attention":
+                b = within(b, o)
             faulty.note("native_step.ops", own, o)
             faulty.note("native_step.batch", batch_, b)
             pool = {"gdn": pools.recurrent, "conv": pools.conv, "attention": pools.cache}[surface]

@@ -626,6 +626,15 @@ def test_a_native_step_that_writes_elsewhere_is_seen(engine: Any, surface: str) 
     assert "(native step)" in str(result.tallies[f"{surface}.untouched"].places[0].got)
 
 
+def test_a_chain_that_leaves_nan_fails_its_check_and_is_not_refused_for_the_cycle_behind_it(engine: Any) -> None:
+    def step(ops: Any, pools: Any, batch: Batch, out: Any, layer: int) -> None:
+        INNER.native_step(ops, pools, batch, out, layer)
+        pools.recurrent[layer, int(batch.state_slot[0])] = torch.nan
+
+    _, result = engine.run(Faulty(INNER, native_step=step))
+    assert "gdn.native.derived" in engine.failing(result)
+
+
 def test_the_published_paired_rule_is_reported_but_decides_nothing(engine: Any) -> None:
     def tenfold(ops: Any, pool: Tensor, batch: Batch, ws: Any, out: Tensor, layer: int) -> None:
         out.mul_(10)

@@ -54,6 +54,14 @@ def test_large_gates_saturate_both_ways(engine: Any) -> None:
     assert {-80.0, 80.0} <= set(case.gdn[0].b.flatten().tolist())
 
 
+def test_middling_gates_bend_softplus_under_decays_that_do_not_hide_it(engine: Any) -> None:
+    case = Case(engine.spec(regime="mid_gates", trees=("chain:16",)), CONTRACT)
+    ops = case.gdn[0]
+    x = ops.a.float() + ops.dt_bias
+    assert bool(((x > 1) & (x < 20)).float().mean() > 0.9)
+    assert float(decays(case).max()) > 0.8 and float(decays(case).min()) < 0.05
+
+
 def test_large_gates_overflow_exp_but_not_the_decay(engine: Any) -> None:
     case = Case(engine.spec(regime="large_gates"), CONTRACT)
     ops = case.gdn[0]

@@ -12,7 +12,7 @@ from audit.cases import Case, CaseSpec
 from audit.families import DIMS_MICRO
 from audit.guard import tensors_of
 from audit.stage import Stage
-from faults import CATALOGUE, CONTROLS, Fault, Faulty, Scene
+from faults import CONTROLS, Fault, Faulty, Scene
 from faults.batch import cycle_before
 from faults.paths import changed, paths_of, to_sibling
 from faults.topology import predecessor_parents
@@ -145,8 +145,8 @@ def test_poison_fills_every_inactive_row_of_every_per_row_operand_and_no_other(f
     assert set(ops) - SHARED_OPERANDS == set(ROWS[fault.surface])
 
 
-@pytest.mark.parametrize("fault", CATALOGUE.values(), ids=lambda f: f.id)
-def test_a_fault_leaves_its_arguments_alone(fault: Fault) -> None:
+@pytest.mark.parametrize("fault", CONTROLS.values(), ids=lambda f: f.id)
+def test_a_control_leaves_its_arguments_alone(fault: Fault) -> None:
     case = make_case()
     stage = Stage(fault.wrap(INNER), case)
     stage.verify()
