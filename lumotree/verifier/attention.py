@@ -58,24 +58,36 @@ class Keys:
         return Keys(self.k[:, :, :count], self.v[:, :count])
 
 
+#: Products that are worked on at a time: 1 MiB, which stays in a core's cache.
+TOGETHER = 1 << 18
+
+
+def _head_parts(kv_heads: int, products: int) -> list[slice]:
+    """KV heads in runs of at most `TOGETHER` products, `products` a head; elementwise work, so any cut has its bits."""
+    width = max(1, min(kv_heads, TOGETHER // products))
+    return [slice(lo, min(lo + width, kv_heads)) for lo in range(0, kv_heads, width)]
+
+
 def attend(q: Tensor, keys: Keys) -> Tensor:
     """bf16 `[Hq, dh]` for one row: softmax over all `keys` of fp32 scores scaled by dh^-1/2. q: rotated bf16."""
     kv_heads, dim, count = keys.k.shape
     group = q.shape[0] // kv_heads
     query = q.to(torch.float32).reshape(kv_heads, group, dim, 1)
-    scratch = torch.empty((group, dim, count), dtype=torch.float32, device=q.device)
     scores = torch.empty((kv_heads, group, count), dtype=torch.float32, device=q.device)
-    for h in range(kv_heads):
-        torch.mul(query[h], keys.k[h], out=scratch)
-        scores[h] = halve(scratch, 1)
+    result = torch.empty((kv_heads, group, dim), dtype=torch.float32, device=q.device)
+    parts = _head_parts(kv_heads, group * dim * count)
+    scratch = torch.empty((parts[0].stop, group, dim * count), dtype=torch.float32, device=q.device)
+    for h in parts:
+        product = scratch[: h.stop - h.start].view(-1, group, dim, count)
+        torch.mul(query[h], keys.k[h].unsqueeze(1), out=product)
+        scores[h] = halve(product, 2)
     scores.mul_(dim**-0.5)
     weights = torch.exp(scores - scores.amax(-1, keepdim=True))
     weights = weights / halve(weights.clone(), -1).unsqueeze(-1)
-    result = torch.empty((kv_heads, group, dim), dtype=torch.float32, device=q.device)
-    weighted = scratch.view(group, count, dim)
-    for h in range(kv_heads):
-        torch.mul(weights[h].unsqueeze(-1), keys.v[h], out=weighted)
-        result[h] = halve(weighted, 1)
+    for h in parts:
+        weighted = scratch[: h.stop - h.start].view(-1, group, count, dim)
+        torch.mul(weights[h].unsqueeze(-1), keys.v[h].unsqueeze(1), out=weighted)
+        result[h] = halve(weighted, 2)
     return result.reshape(-1, dim).to(torch.bfloat16)
 
 

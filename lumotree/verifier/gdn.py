@@ -17,9 +17,10 @@ from lumotree.contract import Contract
 from lumotree.verifier.lanes import Lane, alike, plan_levels, steps
 from lumotree.verifier.step import Operands, Reduce, halve_rows, step
 
-#: Lane-heads of a tile. 64 of a 27B layer are 4 MiB of state: big enough that the calls cost little beside the
-#: arithmetic, small enough for the last-level cache.
+#: Lane-heads of a tile, of a state of `TILE_STATE` elements. 64 of a 27B layer are 4 MiB of state: big enough that the
+#: calls cost little beside the arithmetic, small enough for the last-level cache.
 TILE = 64
+TILE_STATE = 128 * 128
 
 
 class Scratch:
@@ -70,10 +71,15 @@ def advance(
         yield rows
 
 
-def tiles(lanes: Sequence[Lane], heads: int) -> Iterator[tuple[list[Lane], slice]]:
-    """Cut lanes (longest first) times heads into tiles of about `TILE` lane-heads."""
-    for run in alike(lanes):
-        width = max(1, TILE // len(run))
+def tiles(lanes: Sequence[Lane], heads: int, state: int = TILE_STATE) -> Iterator[tuple[list[Lane], slice]]:
+    """Cut lanes (longest first) times heads into tiles of about `TILE` lane-heads, more where a state is smaller.
+
+    state: elements of one lane-head. Lanes that fit into one tile stay together whatever their lengths: few calls
+    matter more there than a tile that stays full.
+    """
+    room = TILE * max(1, TILE_STATE // state)
+    for run in [list(lanes)] if 0 < len(lanes) * heads <= room else alike(lanes):
+        width = max(1, room // len(run))
         for lo in range(0, heads, width):
             yield run, slice(lo, min(lo + width, heads))
 
@@ -95,7 +101,7 @@ def verify(
     hv, dk, dv = ops.k.shape[1], ops.k.shape[2], ops.v.shape[2]
     cuts = scratch.take("cuts", (max(cut_index, default=-1) + 1, hv, dk, dv), pool.device)
     for level in plan_levels(batch):
-        for lanes, heads in tiles(level, hv):
+        for lanes, heads in tiles(level, hv, dk * dv):
             shape = (len(lanes), heads.stop - heads.start, dk, dv)
             state = scratch.take("state", shape, pool.device)
             for p, lane in enumerate(lanes):
@@ -124,7 +130,7 @@ def replay(
     pool: one layer's `[S, HV, ..]`. This is publication (lanes = accepted paths) and, with `out`, the one-token step.
     """  # fmt: skip
     hv, dk, dv = ops.k.shape[1], ops.k.shape[2], ops.v.shape[2]
-    for run, heads in tiles(lanes, hv):
+    for run, heads in tiles(lanes, hv, dk * dv):
         shape = (len(run), heads.stop - heads.start, dk, dv)
         state = scratch.take("state", shape, pool.device)
         homes = [matrix(pool, slots[lane.request], heads, contract.layout) for lane in run]

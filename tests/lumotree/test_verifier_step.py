@@ -133,6 +133,12 @@ def test_tiles_cover_every_lane_and_head_once() -> None:
     assert list(tiles([], 48)) == []
 
 
+def test_small_states_share_a_tile_whatever_their_lengths() -> None:
+    lanes = [Lane(tuple(range(n)), -1, i) for i, n in enumerate([7, 5, 1, 1])]
+    assert [(len(run_), heads) for run_, heads in tiles(lanes, 16, 64 * 64)] == [(4, slice(0, 16))]
+    assert [len(run_) for run_, _ in tiles(lanes, 65, 64 * 64)] == [2, 2]
+
+
 def test_scratch_is_reused_and_grows() -> None:
     scratch, cpu = Scratch(), torch.device("cpu")
     small = scratch.take("a", (2, 3), cpu)
