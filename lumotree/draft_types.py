@@ -77,13 +77,17 @@ class Proposal:
 
 
 class Drafter(Protocol):
-    """Proposes trees; keeps nothing between calls, so that a request drafts the same in any batch.
+    """Proposes trees; keeps nothing between calls, so that a request drafts the same in any batch."""
 
-    needs_head: whether `state.head` must be there.
-    """
+    @property
+    def name(self) -> str:
+        """What reports call it."""
+        ...
 
-    name: str
-    needs_head: bool
+    @property
+    def needs_head(self) -> bool:
+        """Whether `state.head` must be there."""
+        ...
 
     def propose(self, requests: Sequence[DraftRequest], state: DraftState) -> list[Proposal]:
         """One proposal a request, in order. Writes scratch slots of the draft cache and nothing else."""

@@ -1,0 +1,112 @@
+"""Which candidates a drafter takes: pure functions and searches over laws, without a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lumotree.errors import InputError
+from lumotree.select_draft import drafts_from_coins
+from lumotree.select_prepare import prepare, to_units
+from lumotree.select_types import Step
+from lumotree.tree import Tree
+from lumotree.tree_named import star
+
+Law = NDArray[np.float64]
+
+
+def ranked(law: Law, count: int) -> list[int]:
+    """The `count` likeliest tokens of a law `[V]`, the lower number first among equals; none of probability 0."""
+    order = np.argsort(-law, kind="stable")[:count]
+    return [int(token) for token in order if law[token] > 0]
+
+
+def joined(best: list[int], other: int | None, count: int) -> list[int]:
+    """At most `count` siblings: the head's first choice, another drafter's token if it differs, then the runner-ups.
+
+    The second place is the other drafter's because shapes put their longest side branch there.
+    """
+    if other is None or (best and best[0] == other):
+        return best[:count]
+    return [*best[:1], other, *(token for token in best[1:] if token != other)][:count]
+
+
+def drawn(law: Law, coins: NDArray[np.float64]) -> list[int]:
+    """Siblings drawn from a law `[V]` without replacement, one for each coin of `[k]` in [0, 1), by inverse CDF.
+
+    Fewer where the law gives weight to fewer tokens (on the grid of 2^-52, which selection works on too).
+    """
+    weights = torch.from_numpy(law)
+    count = min(len(coins), int(torch.count_nonzero(to_units(weights))))
+    rows = weights.expand(count + 1, -1)
+    step = prepare(Step(star(count + 1, tokens=[0] * (count + 1), vocab=len(law)), rows, rows))
+    drafts = drafts_from_coins(step, torch.tensor([[0.0, *coins[:count]]], dtype=torch.float64))
+    return [int(token) for token in drafts[0, 1:]]
+
+
+@dataclass(frozen=True)
+class Node:
+    """A candidate. value: product of the probabilities on its path, its own included."""
+
+    parent: int
+    token: int
+    depth: int
+    value: float
+
+
+@dataclass
+class BudgetSearch:
+    """The `budget` candidates, closed under parents, whose values add up to most: greedy is optimal, since no node is
+    worth more than its parent.
+
+    A node's children are known once `learn` was given its law. `wanted` asks for the laws that can still change the
+    outcome, so that it takes as many rounds as the tree is deep and not one for each node. Node 0 is the root, which
+    costs nothing. Among equal values the earlier node wins. Raises InputError for a negative budget or depth.
+    """
+
+    budget: int
+    deepest: int
+    nodes: list[Node] = field(default_factory=lambda: [Node(-1, -1, 0, 1.0)])
+    learned: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        if self.budget < 0 or self.deepest < 0:
+            raise InputError(f"budget drafter: expected budget and depth >= 0, got {self.budget} and {self.deepest}")
+
+    def chosen(self) -> list[int]:
+        """The best nodes among those known, the root first, by falling value; a parent precedes its children."""
+        order = sorted(range(1, len(self.nodes)), key=lambda number: (-self.nodes[number].value, number))
+        return [0, *order[: self.budget]]
+
+    def wanted(self) -> list[int]:
+        """Nodes whose law is to be learned next, ascending; empty when the choice is final."""
+        chosen = self.chosen()
+        # A child is worth at most its parent: below a node no better than the last one nothing gets in.
+        least = self.nodes[chosen[-1]].value if len(chosen) > self.budget else 0.0
+        return sorted(
+            number for number in chosen
+            if number not in self.learned and self.nodes[number].depth < self.deepest
+            and self.nodes[number].value > least
+        ) if self.budget else []  # fmt: skip
+
+    def learn(self, number: int, law: Law) -> None:
+        """Take in the law of a node's children."""
+        self.learned.add(number)
+        node = self.nodes[number]
+        for token in ranked(law, self.budget):
+            self.nodes.append(Node(number, token, node.depth + 1, node.value * float(law[token])))
+
+    def tree(self, pending: int) -> Tree:
+        """The chosen nodes as a tree, rows by falling value; `probs` are the conditional probabilities."""
+        chosen = self.chosen()
+        place = {number: row for row, number in enumerate(chosen)}
+        nodes = [self.nodes[number] for number in chosen]
+        above = [self.nodes[node.parent].value if node.parent >= 0 else 1.0 for node in nodes]
+        return Tree.make(
+            [place.get(node.parent, -1) for node in nodes],
+            tokens=[pending, *(node.token for node in nodes[1:])],
+            probs=[min(node.value / v, 1.0) if v > 0 else 0.0 for node, v in zip(nodes, above, strict=True)],
+        )

@@ -1,0 +1,54 @@
+"""The drafters on the shipped model, in real decoding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lumotree.backends.torch_backend import TorchBackend
+from lumotree.byte_tokens import encode
+from lumotree.cycle import Decoder
+from lumotree.cycle_types import Stack
+from lumotree.draft import drafter
+from lumotree.prompts import prompt_set
+from lumotree.requests import Request
+from lumotree.sampling import SamplingParams
+from lumotree.shipped import shipped_model
+from lumotree.slots import Capacity
+
+TOKENS = 20
+
+
+@pytest.fixture(scope="module")
+def stack() -> Stack:
+    torch.set_num_threads(1)
+    model, backend = shipped_model(), TorchBackend()
+    return Stack(model, backend, model.draft_head(backend))
+
+
+def decode(stack: Stack, name: str | None, temperature: float) -> tuple[list[int], list[int]]:
+    """Emitted tokens and accepted lengths of one request."""
+    prompt = tuple(encode(prompt_set("one")[0].text)[:48])
+    decoder = Decoder(stack, Capacity(1, len(prompt) + TOKENS))
+    chosen = None if name is None else drafter(name)
+    running = decoder.admit(Request(0, prompt, TOKENS, SamplingParams(temperature=temperature), chosen, seed=3))
+    while running.finished is None:
+        decoder.cycle()
+    return running.output, running.paths
+
+
+@pytest.mark.parametrize(
+    ("name", "least"), [("mtp5", 2.5), ("hydra27", 3.0), ("budget", 3.0), ("hydra27-sampled", 3.0)]
+)
+def test_trained_drafts_are_accepted_and_change_nothing(stack: Stack, name: str, least: float) -> None:
+    plain, ones = decode(stack, None, 0.0)
+    output, paths = decode(stack, name, 0.0)
+    assert output == plain and set(ones) == {1}
+    assert sum(paths) / len(paths) >= least
+
+
+@pytest.mark.parametrize("name", ["hydra27", "mtp5-sampled", "hydra27-sampled"])
+def test_sampled_decoding_accepts_drafts(stack: Stack, name: str) -> None:
+    output, paths = decode(stack, name, 1.0)
+    assert len(output) == TOKENS and sum(paths) / len(paths) > 1.5
+    assert decode(stack, name, 1.0) == (output, paths)
