@@ -118,13 +118,12 @@ def audit_step(task: StepTask) -> StepOutcome:
 
 
 def rare_rows(rule: str, step: Step, law: RuleLaw | None, task: StepTask) -> tuple[int, ...]:
-    """Return the rows that the clean rule visits in less than RARE of the walks.
-
-    Without a law of walks that is counted on the rule's own; a tenth more is allowed for, as counts scatter.
+    """Return the rows that the clean rule visits in less than RARE of the walks, a tenth more allowed for, as counts
+    scatter (4 sigma of the published number of walks). Without a law of walks that is counted on the rule's own.
     """
     rows = step.tree.active_rows
     if law is not None:
-        return tuple(row for row in rows if law.reach[row] < RARE)
+        return tuple(row for row in rows if law.reach[row] < 1.1 * RARE)
     drawn = CoinWalker(PreparedRule(RULES[rule])).walk(step, task.chunk, stream_seed(task.seed, 3))
     visits = step.tree.ancestors[drawn.last.numpy()].sum(0)
     return tuple(row for row in rows if visits[row] < 1.1 * RARE * task.chunk)
