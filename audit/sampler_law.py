@@ -29,7 +29,7 @@ CONTROL_BUDGETS = (1 << 10, 1 << 14)
 _BATCH = ("cartesian_write",)
 """Faults by which walks of a batch change each other: the coins of one walk do not tell its outcome."""
 
-CONTROL_STEPS = (("fork-3", False), ("fork-3", True), ("chain-3", False))
+CONTROL_STEPS = (("fork-3", False), ("fork-3", True), ("chain-3", False), ("twins-3", False))
 
 
 @dataclass(frozen=True)
