@@ -18,7 +18,7 @@ RUNS, WALKS = 200, 20
 
 
 class Leaning:
-    """Every seventh walk ends at row 0 with token 1: a sampler that is off by a few percent."""
+    """Every fifth walk ends at row 0 with token 1: a sampler that is off by a few percent."""
 
     def __init__(self) -> None:
         self._clean, self._count = InTurn(5), 0
@@ -26,7 +26,7 @@ class Leaning:
     def walk(self, step, walks, seed):
         drawn = self._clean.walk(step, walks, seed)
         self._count += 1
-        if self._count % 7:
+        if self._count % 5:
             return drawn
         return Walks(drawn.last * 0, drawn.bonus * 0 + 1, torch.ones_like(drawn.refused), drawn.tokens)
 
