@@ -84,6 +84,20 @@ def coins_for(
     return Coins(torch.from_numpy(accept).T, torch.from_numpy(residual).T)
 
 
+def coins_at(seed: int, request: int, cycle: int, rows: Sequence[int]) -> tuple[list[float], list[float]]:
+    """Accept and residual coins of some rows of one request: those of `coins_for`, all in one call.
+
+    Raises InputError naming the number out of range.
+    """
+    key, numbers, turn = _key(seed), _requests([request]), _number("cycle", cycle, 1 << 32)
+    for row in (min(rows, default=0), max(rows, default=0)):
+        _number("row", row, MAX_ROW)
+    tail = np.asarray(rows, np.uint64) * np.uint64(256) + np.uint64(Purpose.ACCEPT // 2)
+    low, high = (np.broadcast_to(part, tail.shape) for part in (numbers & _MASK, numbers >> _SHIFT))
+    words = philox4x32((low, high, np.full(1, turn, np.uint64), tail), key)
+    return _to_unit(words[0], words[1]).tolist(), _to_unit(words[2], words[3]).tolist()
+
+
 def draft_coins(
     seed: int, requests: Sequence[int] | Tensor, cycle: int, n: int, rows: Sequence[int] | None = None
 ) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from lumotree.coins import coins_for
 from lumotree.draft_types import Proposal
 from lumotree.errors import DecodeError, InputError
+from lumotree.lazy_walk import Walk
 from lumotree.requests import Request
 from lumotree.sampling import SamplingParams, target_rows
 from lumotree.select_types import Step
@@ -63,6 +64,8 @@ def decide(turns: Sequence[Turn], logits: Tensor) -> list[Decision]:
     What happens to a turn depends on nothing but its own rows. Raises DecodeError for rows that are no logits.
     """
     best = first_best(logits)
+    if not all(_by_argmax(turn.request) for turn in turns if turn.emits):
+        logits = logits.cpu()
     decisions, start = [], 0
     for turn in turns:
         rows = slice(start, start + turn.tree.n)
@@ -116,13 +119,17 @@ def _finite(token: int, row: int) -> int:
 
 def _select(turn: Turn, logits: Tensor) -> Decision:
     request, tree = turn.request, turn.tree
+    rule = replace(request.selection, eos=request.eos, budget=turn.left)
+    walk = Walk(tree, logits, turn.proposal.laws, request.sampling)
+    if walk.suits(rule):
+        last, token = walk.select(rule, request.seed, request.number, turn.cycle)
+        return Decision(tree.path(last), token)
     prompt, pending = len(request.prompt), turn.committed
     counts = (
         _counts(turn.tokens[:prompt], logits.shape[1]),
         _counts(turn.tokens[prompt:pending], logits.shape[1]),
     )
-    target = target_rows(logits.cpu(), tree, request.sampling, prompt_counts=counts[0], output_counts=counts[1])
-    rule = replace(request.selection, eos=request.eos, budget=turn.left)
+    target = target_rows(logits, tree, request.sampling, prompt_counts=counts[0], output_counts=counts[1])
     coins = coins_for(request.seed, [request.number], turn.cycle, tree.n, tree.active_rows)
     drafts = torch.from_numpy(tree.tokens.copy())[None]
     walks = rule.select(Step(tree, target, turn.proposal.laws), drafts, coins)
@@ -135,7 +142,10 @@ def _first_token(turn: Turn, logits: Tensor, best: int) -> int:
         return _finite(best, turn.feed - 1)
     params: SamplingParams = replace(turn.request.sampling, presence=0.0, frequency=0.0)
     root = Tree.make([-1], tokens=[int(turn.tokens[-1])])
-    target = target_rows(logits.cpu(), root, params, prompt_counts=_counts(turn.tokens, logits.shape[1]))
+    walk = Walk(root, logits, None, params)
+    if walk.suits(turn.request.selection):
+        return walk.select(turn.request.selection, turn.request.seed, turn.request.number, turn.cycle)[1]
+    target = target_rows(logits, root, params, prompt_counts=_counts(turn.tokens, logits.shape[1]))
     coins = coins_for(turn.request.seed, [turn.request.number], turn.cycle, 1)
     walks = turn.request.selection.select(Step(root, target), torch.tensor([[int(turn.tokens[-1])]]), coins)
     return int(walks.bonus[0])

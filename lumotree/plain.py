@@ -18,6 +18,7 @@ from lumotree.backends.protocol import Batch, Plan
 from lumotree.coins import coins_for
 from lumotree.cycle_types import Stack
 from lumotree.errors import DecodeError, InputError, RequestError
+from lumotree.lazy_walk import Walk
 from lumotree.requests import Request, check_tokens
 from lumotree.sampling import first_argmax, target_rows
 from lumotree.select_types import Step
@@ -79,6 +80,8 @@ class PlainDecoder:
         self._pages = -(-longest // PAGE_SIZE)
         flat = len(self.sequences) * self._pages * PAGE_SIZE
         self.pools = stack.model.empty_pools(stack.backend.contract, len(self.sequences), flat)
+        self.pools.recurrent.zero_()
+        self.pools.conv.zero_()
         self.cache = None if stack.head is None else stack.head.empty_cache(flat)
         self.hidden: Tensor | None = None
         self.forwards = 0
@@ -167,11 +170,13 @@ def next_token(request: Request, tokens: Sequence[int], logits: Tensor, cycle: i
         return first_argmax(logits)
     if len(tokens) == prompt:  # presence and frequency look at the output, and the last prompt token is not part of it
         s = replace(s, presence=0.0, frequency=0.0)
-    vocab = logits.shape[0]
-    seen = [torch.bincount(torch.tensor(t, dtype=torch.int64), minlength=vocab)
-            for t in (tokens[:prompt], tokens[prompt:-1])]  # fmt: skip
     root = Tree.make([-1], tokens=[tokens[-1]])
+    walk = Walk(root, logits[None], None, s)
     try:
+        if walk.suits(request.selection):
+            return walk.select(request.selection, request.seed, request.number, cycle)[1]
+        parts = (tokens[:prompt], tokens[prompt:-1])
+        seen = [torch.bincount(torch.tensor(t, dtype=torch.int64), minlength=len(logits)) for t in parts]
         target = target_rows(logits[None], root, s, prompt_counts=seen[0], output_counts=seen[1])
     except InputError as cause:
         raise DecodeError(f"request {request.number}, token {cycle}: {cause}") from cause

@@ -20,7 +20,8 @@ from lumotree.slots import Capacity
 from lumotree.tree_named import chain, hydra27, mtp5
 
 PROMPTS = prompts(4, 5)
-SAMPLED = SamplingParams(temperature=0.8, top_k=12, repetition=1.1, presence=0.2)
+SAMPLED = SamplingParams(temperature=0.8, top_k=12, repetition=1.1, presence=2.0)
+FREE = SamplingParams(temperature=0.8, top_k=12)
 
 
 def plain(requests, backend=None, outputs=None, **kwargs):
@@ -102,14 +103,16 @@ def test_the_comparison_sees_one_bit():
 def test_sampled_trees_leave_what_plain_decoding_of_their_output_leaves(rule, laws):
     shape = random_shapes(5, 10)
     drafter = GuessDrafter(shape, VOCAB, hit=0, laws=laws)
-    requests = [Request(i, p, 16, SAMPLED, drafter, rule, seed=11) for i, p in enumerate(PROMPTS[:2])]
+    params = SAMPLED if laws else FREE
+    requests = [Request(i, p, 16, params, drafter, rule, seed=11) for i, p in enumerate(PROMPTS[:2])]
     ended = run(requests)
     results = plain(requests, outputs=[ended[r.number][0] for r in requests])
     assert_same(ended, requests, results)
 
 
-def test_zero_drafts_draw_the_tokens_of_plain_sampling():
-    requests = [Request(i, p, 20, SAMPLED, seed=3) for i, p in enumerate(PROMPTS[:3])]
+@pytest.mark.parametrize("params", [SAMPLED, FREE], ids=["penalties", "none"])
+def test_zero_drafts_draw_the_tokens_of_plain_sampling(params):
+    requests = [Request(i, p, 20, params, seed=3) for i, p in enumerate(PROMPTS[:3])]
     results = plain(requests)
     assert len({r.output for r in results}) == 3
     assert_same(run(requests), requests, results)
@@ -124,7 +127,7 @@ def mixed_requests():
         replace(greedy[0], drafter=drafters[0]),
         replace(greedy[1], drafter=drafters[1], sampling=SAMPLED, seed=5),
         replace(greedy[2], drafter=drafters[2], chunk=3),
-        replace(greedy[3], sampling=SAMPLED, seed=5, chunk=4),
+        replace(greedy[3], sampling=FREE, seed=5, chunk=4),
     ]
 
 
@@ -154,7 +157,7 @@ def test_any_schedule_of_admissions_chunks_and_shapes_gives_the_solo_run(data):
     for number in range(3):
         shape = data.draw(st.sampled_from(sorted(SHAPES)))
         drafter = data.draw(st.sampled_from([None, GuessDrafter(SHAPES[shape], VOCAB, hit=0)]))
-        sampling = data.draw(st.sampled_from([SAMPLED, SamplingParams(temperature=0)]))
+        sampling = data.draw(st.sampled_from([SAMPLED, FREE, SamplingParams(temperature=0)]))
         chunk = data.draw(st.sampled_from([None, 1, 3]))
         requests.append(Request(number, PROMPTS[number], data.draw(st.integers(1, 8)), sampling, drafter,
                                 seed=seed, chunk=chunk))  # fmt: skip
