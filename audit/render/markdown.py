@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
+from audit.render.decode import notes as decode_notes
+from audit.render.decode import tables as decode_tables
 from audit.render.sampler import tables as sampler_tables
 from audit.render.text import count, headline, last_lines, number, outcome, place
 from audit.report import Report
@@ -21,7 +23,9 @@ def render_markdown(report: Report) -> str:
     blocks += ["## Checks", _checks(report)]
     for title, (header, rows) in sampler_tables(report):
         blocks += [f"## {title}", _table(header, rows)]
-    if report.controls and not report.facts:
+    for title, (header, rows) in decode_tables(report):
+        blocks += [f"## {title}", _table(header, rows), *(_inline(line) for line in decode_notes(report))]
+    if report.controls and "steps" not in report.facts:
         blocks += ["## Controls", _controls(report)]
     if report.findings:
         blocks += ["## Findings", *_findings(report)]

@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from audit.render.decode import notes as decode_notes
+from audit.render.decode import tables as decode_tables
 from audit.render.progress import Progress
 from audit.render.sampler import STEPS_LEGEND
 from audit.render.sampler import tables as sampler_tables
@@ -51,7 +53,8 @@ def print_report(report: Report, console: Console | None = None, max_findings: i
     out.print(_check_table(report.checks))
     _print_notes(out, report.checks)
     _print_coverage(out, report)
-    if report.facts:
+    _print_decode(out, report)
+    if "steps" in report.facts:
         _print_sampler(out, report)
     elif report.controls:
         _print_controls(out, report)
@@ -133,6 +136,19 @@ def _print_coverage(out: Console, report: Report) -> None:
     partly = [f"{surface} {state}" for surface, state in report.coverage.items() if state != "covered"]
     if partly:
         _say(out, f"coverage: {', '.join(partly)}", "yellow")
+
+
+def _print_decode(out: Console, report: Report) -> None:
+    for _, (header, rows) in decode_tables(report):
+        out.print()
+        table = _plain_table()
+        for at, name in enumerate(header):
+            table.add_column(name, justify="right" if at else "left", no_wrap=True)
+        for row in rows:
+            table.add_row(*row)
+        out.print(table)
+    for line in decode_notes(report):
+        _say(out, line, "dim")
 
 
 def _print_sampler(out: Console, report: Report) -> None:

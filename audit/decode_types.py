@@ -1,0 +1,110 @@
+"""What `lumotree-audit decode` is asked for, and what one way to decode left to be judged."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from lumotree.surfaces import Surfaces
+
+#: (surface, part, layer) of one tensor.
+Key = tuple[str, str, int]
+Digests = Mapping[Key, bytes]
+
+LAWS = ("greedy", "sampled")
+MODES = ("plain", "mtp5", "hydra27", "suffix", "budget")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of a run.
+
+    backend: one name, or `gdn=NAME,conv=NAME,attention=NAME`. checkpoint: folder of a model, None = the shipped one.
+    prompts: how many of each of the two sets; prompt_tokens: most of each prompt, None = all; prompt_file: JSON list of
+    token lists to use instead. tokens: to emit. batch: requests at a time. runs: repetitions; run r samples with
+    seed + r. every: compare all surfaces after every cycle, not only at the end. workers: processes, 0 = this one.
+    controls: whether the faults are run.
+    """
+
+    backend: str = "torch"
+    checkpoint: str | None = None
+    device: str = "cpu"
+    seed: int = 1
+    prompts: int = 2
+    prompt_tokens: int | None = 48
+    prompt_file: str | None = None
+    eos: int | None = None
+    tokens: int = 64
+    modes: tuple[str, ...] = MODES
+    laws: tuple[str, ...] = LAWS
+    batch: int = 4
+    runs: int = 1
+    every: bool = True
+    workers: int | None = None
+    controls: bool = True
+    command: str = "lumotree-audit decode"
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Where one request stood after one of its cycles. cycle: cycles of this request before it, prompt chunks
+    included. committed: m. digests: of every surface tensor."""
+
+    number: int
+    cycle: int
+    committed: int
+    digests: Digests
+
+
+@dataclass(frozen=True)
+class ModeRun:
+    """One way to decode a set of requests.
+
+    outputs: request -> emitted tokens. ends: request -> for each emitted token the cycle (as in Mark) that emitted it.
+    paths: request -> accepted length of each decoding cycle, root included. forwards: target forwards, prompt chunks
+    included. seconds: wall clock of all cycles. decode_seconds, decode_tokens: of cycles in which no prompt was fed.
+    verify: (live requests, seconds of the target forward) of each such cycle. stopped: why it ended early, or "".
+    """
+
+    mode: str
+    law: str
+    run: int
+    outputs: Mapping[int, tuple[int, ...]]
+    ends: Mapping[int, tuple[int, ...]]
+    paths: Mapping[int, tuple[int, ...]]
+    marks: tuple[Mark, ...]
+    forwards: int
+    seconds: float
+    decode_seconds: float
+    decode_tokens: int
+    verify: tuple[tuple[int, float], ...] = ()
+    stopped: str = ""
+
+    @property
+    def name(self) -> str:
+        """What a reader calls it."""
+        return f"{self.mode} {self.law}"
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Plain decoding: request -> output, and request -> m -> digests for the m that are asked about."""
+
+    outputs: Mapping[int, tuple[int, ...]]
+    digests: Mapping[int, Mapping[int, Digests]]
+    differs: Mapping[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    forwards: int = 0
+    seconds: float = 0.0
+
+
+def digests_of(surfaces: Surfaces, *, signed_zeros: bool) -> dict[Key, bytes]:
+    """A digest of the bits of every tensor; with unsigned zeros -0 counts as +0."""
+    found = {}
+    for surface, part, layer, tensor in surfaces.parts():
+        value = tensor if signed_zeros else tensor + 0.0
+        raw = value.contiguous().cpu().view(torch.uint8).numpy()
+        found[surface, part, layer] = hashlib.blake2b(raw.tobytes() + str(tuple(tensor.shape)).encode()).digest()[:12]
+    return found
