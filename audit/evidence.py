@@ -70,9 +70,9 @@ class EProcess:
 class LogRatio:
     """The `Alternative` of a fault whose law is known row by row.
 
-    fault, clean: laws on one tree. Logarithms are taken of what walks showed, not of whole laws. Holds the fault's
-    bonus law in 4 bytes per row and token (2^-24 of each probability off) and a reference to the clean one. Drafts that
-    were refused are not looked at: they are averaged over.
+    fault, clean: laws on one tree. Logarithms are taken of what walks showed, not of whole laws. Holds the clean law,
+    which all alternatives of a step share, and the rows whose bonus law the fault changes, in 4 bytes a token (2^-24 of
+    each probability off). Drafts that were refused are not looked at: they are averaged over.
     """
 
     def __init__(self, fault: RuleLaw, clean: RuleLaw) -> None:
@@ -81,14 +81,23 @@ class LogRatio:
         self._ancestors = clean.tree.ancestors
         self._rows = clean.tree.active_rows[1:]
         self._child = {row: _token_ratio(fault.child[row], clean.child[row]) for row in self._rows}
-        same = fault.bonus is clean.bonus
-        self._fault, self._clean = clean.bonus if same else fault.bonus.astype(np.float32), clean.bonus
+        self._clean = clean.bonus
+        self._changed = {
+            row: fault.bonus[row].astype(np.float32)
+            for row in clean.tree.active_rows
+            if not np.array_equal(fault.bonus[row], clean.bonus[row])
+        }
 
     def __call__(self, walks: Walks) -> Floats:
         """Return the log ratio of each walk [W]; outcomes must lie in the tree and the vocabulary."""
         last, bonus = walks.last.numpy(), walks.bonus.numpy()
         tokens = np.broadcast_to(walks.tokens.numpy(), (len(last), walks.tokens.shape[1]))
-        total = log_ratio(self._fault[last, bonus].astype(np.float64), self._clean[last, bonus])
+        right = self._clean[last, bonus]
+        wrong = right.copy()
+        for row, law in self._changed.items():
+            here = np.flatnonzero(last == row)
+            wrong[here] = law[bonus[here]]
+        total = log_ratio(wrong, right)
         with np.errstate(invalid="ignore"):
             for row in self._rows:
                 visited = np.flatnonzero(self._ancestors[last, row])

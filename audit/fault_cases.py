@@ -1,4 +1,8 @@
-"""Small cases, from the smallest on, on which the faults of the catalogue are tried."""
+"""Small cases on which the faults of the catalogue are tried, from the smallest on.
+
+Two families that share neither seeds, nor trees, nor sizes: the one on which checks and faults were written, and the
+held-out one on which probabilities, sizes and diagnoses are measured.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,14 @@ from lumotree.contract import Dims
 #: Head maps matter: two key heads, four value heads, two KV heads, four query heads; K != V.
 DIMS_HEADS = Dims(2, 4, 8, 12, 20, 4, 2, 16, 8, name="micro-heads")
 
-_THREE = {"trees": ("comb:3", "star:4", "random:6"), "prefixes": (5, 2, 9), "page_size": 4, "inactive_fraction": 0.2}
+#: The same for the held-out family: other heads, widths and ratios.
+DIMS_OTHER = Dims(1, 2, 12, 8, 14, 3, 1, 12, 8, name="other")
+DIMS_OTHER_HEADS = Dims(3, 6, 12, 10, 18, 6, 3, 12, 8, name="other-heads")
+DIMS_OTHER_EXACT = Dims(1, 2, 16, 8, 14, 3, 1, 64, 8, name="other-exact")
+
+_THREE: dict[str, object] = {
+    "trees": ("comb:3", "star:4", "random:6"), "prefixes": (5, 2, 9), "page_size": 4, "inactive_fraction": 0.2,
+}  # fmt: skip
 
 #: Name -> what differs from a comb of six rows behind five committed tokens. In the order of what they cost.
 LADDER: dict[str, dict[str, object]] = {
@@ -39,11 +50,47 @@ LADDER: dict[str, dict[str, object]] = {
     "layers": {"dims": replace(DIMS_MICRO, layers=3), "trees": ("comb:3", "star:4"), "prefixes": (5, 3), "padding": 1},
 }
 
+_BASE: dict[str, object] = {"dims": DIMS_OTHER, "trees": ("random:8",), "prefixes": (11,)}
+_OTHER_THREE: dict[str, object] = {
+    "dims": DIMS_OTHER, "trees": ("random:7", "random:5", "binary:2"), "prefixes": (8, 3, 14), "page_size": 2,
+    "inactive_fraction": 0.1,
+}  # fmt: skip
+
+#: The same names for the held-out family; trees are random, so that a seed may lack what a fault needs.
+MEASURE: dict[str, dict[str, object]] = {
+    "comb": _BASE,
+    "deep": {**_BASE, "trees": ("random:14",), "prefixes": (4,)},
+    "heads": {**_BASE, "dims": DIMS_OTHER_HEADS},
+    "shuffled": {**_BASE, "trees": ("random:12",), "placement": "shuffled"},
+    "pages": {**_BASE, "prefixes": (10,), "page_size": 2, "inactive_fraction": 0.2},
+    "inactive": {**_BASE, "trees": ("random:13",), "inactive_fraction": 0.3},
+    "long": {**_BASE, "prefixes": (45,), "page_size": 16},
+    **{name: {**_BASE, "regime": name}
+       for name in ("near_one", "near_zero", "large_gates", "mid_gates", "zero_keys", "tiny_keys", "cold")},
+    "exact": {"dims": DIMS_OTHER_EXACT, "trees": ("random:8",), "prefixes": (12,), "regime": "exact"},
+    "start": {**_BASE, "prefixes": (0,)},
+    "alike": {"dims": DIMS_OTHER, "trees": ("random:7",) * 3 + ("binary:2",), "prefixes": (6, 2, 9, 4)},
+    "three": _OTHER_THREE,
+    "slots": {**_OTHER_THREE, "trees": ("random:4", "random:5", "random:7"), "spare_slots": 14},
+    "padding": {**_BASE, "trees": ("random:7", "random:5"), "prefixes": (6, 8), "padding": 2, "padding_at": "middle"},
+    "layers": {"dims": replace(DIMS_OTHER, layers=3), "trees": ("random:7", "random:6"), "prefixes": (6, 8),
+               "padding": 1, "padding_at": "start"},
+}  # fmt: skip
+
 
 def ladder(seed: int, split: str = "heldout") -> Iterator[CaseSpec]:
-    """The cases in order; seeds and splits draw other trees' shapes, operands, slots and pages."""
-    for i, (name, fields) in enumerate(LADDER.items()):
+    """The cases on which faults were written, in order; a seed draws operands, slots, pages and random trees."""
+    return _specs(LADDER, "faults", 5000, seed, split)
+
+
+def heldout_ladder(seed: int) -> Iterator[CaseSpec]:
+    """The cases of the measurements, in order."""
+    return _specs(MEASURE, "measure", 6000, seed, "heldout")
+
+
+def _specs(family: dict[str, dict[str, object]], name: str, stream: int, seed: int, split: str) -> Iterator[CaseSpec]:
+    for i, (kind, fields) in enumerate(family.items()):
         yield CaseSpec(**{
-            "id": f"faults/{split}/{name}", "dims": DIMS_MICRO, "trees": ("comb:3",), "prefixes": (5,),
-            "entropy": (seed, SPLITS[split], 5000 + i), "spare_slots": 3, "slack": 2 * (i % 2), **fields,
+            "id": f"{name}/{split}/{kind}", "dims": DIMS_MICRO, "trees": ("comb:3",), "prefixes": (5,),
+            "entropy": (seed, SPLITS[split], stream + i), "spare_slots": 3, "slack": 2 * (i % 2), **fields,
         })  # type: ignore[arg-type]  # fmt: skip

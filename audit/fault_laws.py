@@ -20,6 +20,7 @@ from audit.evidence import Alternative, LogRatio
 from audit.fault_joint import LastRatio, cartesian, joint_of, joint_tv, shared_coin_last, table_ratio
 from audit.fault_nodes import Drafts, Flaw, check_size, fixed_joint, node_law, sibling_joint
 from audit.rule_law import Floats, RuleLaw, TokenLaw, multi_round_law, naive_law
+from audit.sampler_cases import has_duplicates
 from faults.sampler_fault import SamplerFault
 from faults.sampler_types import StepSource
 from lumotree.select_types import Step
@@ -105,12 +106,6 @@ def fault_law(
     if fault.id in _WHOLE_WALK:
         return _WHOLE_WALK[fault.id](fault, step, clean)
     return _compared(fault, faulty_law(fault, step, source, clean), clean)
-
-
-def has_duplicates(step: Step) -> bool:
-    """Whether two siblings carry one token; redrawn ones never do."""
-    groups = [step.tree.tokens[list(step.tree.active_children(row))] for row in step.tree.active_rows]
-    return step.laws is None and any(len(np.unique(group)) < len(group) for group in groups)
 
 
 def _compared(fault: SamplerFault, law: RuleLaw, clean: RuleLaw) -> FaultLaw:

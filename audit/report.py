@@ -22,6 +22,9 @@ JSON schema, version 1 (`report.json`; strict JSON, so a float that is not a num
     horizon         object  memory horizon of the inputs, name -> number
     facts           object  what else a suite found, by name, not judged (absent in older reports, then {}). Sampler:
                             steps, conventions, exact, summed, faults (see `audit.sampler_report`)
+    matrix          [{fault, surface, check, state, first_check, size, probability, interval}] (absent in older reports,
+                    then []); see `audit.fault_report`
+    diagnosis       object  what `audit.diagnose` found about a failure, {} if it was not asked (absent in older ones)
     warnings        [str]
     seed int, command str, wall_s float (seconds), peak_mib float | null (MiB), created str (ISO date)
 
@@ -165,12 +168,14 @@ class Report:
     peak_mib: float | None = None
     horizon: dict[str, float] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
+    matrix: tuple[dict[str, Any], ...] = ()
+    diagnosis: dict[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     created: str = ""
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:
-        for name in ("reasons", "checks", "controls", "findings", "warnings"):
+        for name in ("reasons", "checks", "controls", "findings", "warnings", "matrix"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         _check_types(self)
         _one_of("report", "verdict", self.verdict, tuple(EXIT_CODES))
@@ -252,7 +257,7 @@ def from_json(data: Mapping[str, Any]) -> Report:
     """Rebuild a report from `to_json` data; equal to the original. Raises ReportError if it does not fit the schema."""
     version = data.get("schema_version")
     _demand(version == SCHEMA_VERSION, f"report: expected schema_version {SCHEMA_VERSION}, got {version!r}")
-    parts: dict[str, Any] = {"facts": {}, **data}
+    parts: dict[str, Any] = {"facts": {}, "matrix": (), "diagnosis": {}, **data}
     for name, kind in (("checks", Check), ("controls", Control), ("findings", Finding)):
         items = parts.get(name)
         if not isinstance(items, (list, tuple)):
@@ -260,7 +265,7 @@ def from_json(data: Mapping[str, Any]) -> Report:
         parts[name] = tuple(_build(kind, item) for item in items)
     if parts.get("envelope") is not None:
         parts["envelope"] = _build(EnvelopeRef, parts["envelope"])
-    for name in ("reasons", "warnings"):
+    for name in ("reasons", "warnings", "matrix"):
         if isinstance(parts.get(name), list):
             parts[name] = tuple(parts[name])
     return _build(Report, parts)

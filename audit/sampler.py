@@ -251,8 +251,7 @@ def _finished(options: Options, loaded: LoadedSampler, found: _Found, started: f
     summed = [result for results in found.summed.values() for result in results]
     checks = _checks(options, loaded, found, exact)
     shown = render.controls_of(controls)
-    # A greedy sampler's faults are seen by its answers alone; the exact law has the faults of greedy rules.
-    verdict, reasons = decide(checks, shown, {"sampler": "covered"}, controls_required=not _needs_none(options, loaded))
+    verdict, reasons = decide(checks, shown, {"sampler": "covered"})
     report = Report(
         verdict=verdict,
         reasons=reasons,
@@ -275,10 +274,6 @@ def _finished(options: Options, loaded: LoadedSampler, found: _Found, started: f
     )
     records = render.frame_records(found.steps, controls)
     return Run(report, cells_frame(records) if records else None, found.steps)
-
-
-def _needs_none(options: Options, loaded: LoadedSampler) -> bool:
-    return loaded.claims.rule == "greedy" and bool(options.only or options.steps)
 
 
 def _checks(options: Options, loaded: LoadedSampler, found: _Found, exact: Sequence[ExactResult]) -> list[Check]:

@@ -27,24 +27,31 @@ SMALL_TREES: dict[str, tuple[int, ...]] = {
     "fork-3": (-1, 0, 0),
     "chain-3": (-1, 0, 1),
     "mixed-4": (-1, 0, 0, 1),
+    "twins-3": (-1, 0, 0),
 }
 SMALL_VOCAB = 3
+TWINS = "twins-3"
+"""The small tree whose siblings carry one token; fixed drafts only, as sampled siblings differ."""
 
 
 @dataclass(frozen=True)
 class CapturedCase:
     """A captured-like step by name. vocab: of its rows; chain: only its path of first children; path: file of a step
-    that somebody captured, "" for one made from a recipe."""
+    that somebody captured, "" for one made from a recipe; distinct: no sibling repeats another."""
 
     name: str
     vocab: int = VOCAB
     chain: bool = False
     path: str = ""
+    distinct: bool = False
 
     @property
     def recipe(self) -> Recipe | None:
         """How the step is made; None if it comes from a file."""
-        return None if self.path else next(recipe for recipe in RECIPES if recipe.name == self.name)
+        if self.path:
+            return None
+        recipe = next(recipe for recipe in RECIPES if recipe.name == self.name)
+        return replace(recipe, repeats=None) if self.distinct else recipe
 
     def whole(self) -> Step:
         """Build the step with its whole tree."""
@@ -64,7 +71,11 @@ def captured_cases(claims: Claims, only: tuple[str, ...] = (), vocab: int = VOCA
     size = min(vocab, claims.vocab or vocab)
     # A greedy rule reads no draft law, so steps that differ in having one say nothing more about it.
     kinds = ("fixed",) if claims.rule == "greedy" else claims.drafts
-    cases = [CapturedCase(r.name, size, not claims.trees) for r in RECIPES if draft_kind(r.stochastic) in kinds]
+    cases = [
+        CapturedCase(r.name, size, not claims.trees, distinct=not claims.duplicates)
+        for r in RECIPES
+        if draft_kind(r.stochastic) in kinds
+    ]
     names = [case.name for case in cases]
     unknown = [name for name in only if name not in names]
     if unknown:
@@ -84,11 +95,19 @@ def file_cases(claims: Claims, paths: tuple[str, ...]) -> list[CapturedCase]:
             raise InputError(f"step {path}: its drafts are {kind}; the sampler takes {', '.join(claims.drafts)}")
         if not claims.trees and any(len(step.tree.active_children(row)) > 1 for row in step.tree.active_rows):
             raise InputError(f"step {path}: it has siblings; the sampler takes chains only")
+        if not claims.duplicates and has_duplicates(step):
+            raise InputError(f"step {path}: a sibling repeats another; the sampler takes distinct siblings only")
         cases.append(CapturedCase(Path(path).stem, int(step.target.shape[1]), path=str(path)))
     twice = [case.name for case in cases if [c.name for c in cases].count(case.name) > 1]
     if twice:
         raise InputError(f"--step: two files are called {twice[0]!r}; rename one")
     return cases
+
+
+def has_duplicates(step: Step) -> bool:
+    """Whether two siblings carry one token; redrawn ones never do."""
+    groups = [step.tree.tokens[list(step.tree.active_children(row))] for row in step.tree.active_rows]
+    return step.laws is None and any(len(np.unique(group)) < len(group) for group in groups)
 
 
 def draft_kind(stochastic: bool) -> str:
@@ -111,7 +130,7 @@ def chain_of(step: Step) -> Step:
 def small_step(tree: str, sampled: bool) -> Step:
     """Return a small step by the name of its tree, with fixed or redrawn drafts.
 
-    Row 0 holds a tie and a zero, row 1 is generic, later ones alternate; siblings carry different tokens.
+    Row 0 holds a tie and a zero, row 1 is generic, later ones alternate; siblings differ, save in TWINS.
     """
     parents = SMALL_TREES[tree]
     rng = np.random.default_rng([len(tree), len(parents), int(sampled)])
@@ -120,7 +139,8 @@ def small_step(tree: str, sampled: bool) -> Step:
         rows[0] = (0.375, 0.375, 0.25)
     rows[-1] = (0.5, 0.5, 0.0)
     laws = rng.dirichlet(np.ones(SMALL_VOCAB), len(parents)) if sampled else None
-    made = Tree.make(list(parents), tokens=_small_tokens(parents), vocab=SMALL_VOCAB)
+    tokens = [0, 1, 1] if tree == TWINS else _small_tokens(parents)
+    made = Tree.make(list(parents), tokens=tokens, vocab=SMALL_VOCAB)
     return Step(made, torch.from_numpy(rows), None if laws is None else torch.from_numpy(laws))
 
 
@@ -138,7 +158,8 @@ def small_cases(claims: Claims) -> list[tuple[str, bool]]:
         (tree, kind == "sampled")
         for kind in claims.drafts
         for tree, parents in SMALL_TREES.items()
-        if claims.trees or len(set(parents)) == len(parents)
+        if (claims.trees or len(set(parents)) == len(parents))
+        and (tree != TWINS or (claims.duplicates and kind == "fixed"))
     ]
 
 

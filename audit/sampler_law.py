@@ -29,7 +29,7 @@ CONTROL_BUDGETS = (1 << 10, 1 << 14)
 _BATCH = ("cartesian_write",)
 """Faults by which walks of a batch change each other: the coins of one walk do not tell its outcome."""
 
-CONTROL_STEPS = (("fork-3", False), ("fork-3", True), ("chain-3", False))
+CONTROL_STEPS = (("fork-3", False), ("fork-3", True), ("chain-3", False), ("twins-3", False))
 
 
 @dataclass(frozen=True)
@@ -165,10 +165,10 @@ def _summed_control(fault: SamplerFault, tree: str, sampled: bool) -> ControlRes
                 break
     except InputError as refusal:  # it reads logits or draft coins, which are not there
         return ControlResult(f"summed law {fault.id}", name, fault.expect, 0.0, False, False, note=str(refusal))
+    # Seen is a law that is off for certain: volume that the budget left unresolved accuses nobody.
     least = found.tv - found.unresolved - found.edges
-    # Seen is what would not have passed: a law that is off, or one with so much volume unresolved that it may be.
-    by = "" if found.bound <= TOLERANCE else "law.summed" if least > TOLERANCE else "law.summed, unresolved"
+    seen = least > TOLERANCE
     return ControlResult(
-        f"summed law {fault.id}", name, fault.expect, tv, True, True, bool(by), by, found.walks,
+        f"summed law {fault.id}", name, fault.expect, tv, True, True, seen, "law.summed" if seen else "", found.walks,
         max(least, 0.0) / TOLERANCE,
     )  # fmt: skip

@@ -14,7 +14,7 @@ from audit.evidence import Alternative
 from audit.fault_source import RecipeSource
 from audit.montecarlo import CHUNK, LOOKS, RUN_LEVEL, WALKS, StepResult, run_step, stream_seed
 from audit.rule_law import Floats, RuleLaw, multi_round_law, naive_law
-from audit.sampler_cases import CapturedCase, with_tokens
+from audit.sampler_cases import CapturedCase
 from audit.sampler_control import (
     BATTERY_WALKS,
     MAX_WALKS,
@@ -24,18 +24,16 @@ from audit.sampler_control import (
     checked_faults,
     run_controls,
 )
+from audit.sampler_greedy import GREEDY_WALKS, GreedyResult, greedy_controls, run_greedy
 from audit.sampler_guard import CoinWalker, Guarded, PreparedRule
 from audit.sampler_paired import PairedResult, paired
 from audit.sampler_tests import MIN_VISITS
 from lumotree.backends.sampler_loader import LoadedSampler, load_sampler
-from lumotree.coins import coins_for
 from lumotree.select import RULES
 from lumotree.select_types import Coins, Step, Walks
 
 PILOT = 16_384
 """Walks from which it is estimated which alternatives a run can decide; they are not used again."""
-
-GREEDY_WALKS = 256
 
 RARE = MIN_VISITS / WALKS
 """Part of the walks below which a row is not tested at the published size; multi-round visits every row more often."""
@@ -58,15 +56,6 @@ class StepTask:
     faults: tuple[str, ...] = ()
     max_walks: int = MAX_WALKS
     battery_walks: int = BATTERY_WALKS
-
-
-@dataclass(frozen=True)
-class GreedyResult:
-    """A greedy sampler has one right answer: walks asked, wrong ones, and the first wrong one in words."""
-
-    walks: int
-    wrong: int
-    first: str
 
 
 @dataclass(frozen=True)
@@ -99,10 +88,7 @@ def audit_step(task: StepTask) -> StepOutcome:
     sampler = Guarded(loaded)
     step = task.case.make()
     if loaded.claims.rule == "greedy":
-        greedy = run_greedy(sampler, step, min(task.walks, GREEDY_WALKS), task.seed)
-        return StepOutcome(
-            task.case, None, greedy, None, (), (), (), tuple(sampler.changed), "", (), (), time.perf_counter() - start
-        )
+        return _greedy(task, sampler, step, start)
     law = clean_law(loaded.claims.rule, step)
     rare = rare_rows(loaded.claims.rule, step, law, task)
     # A row whose law is one token has nothing to test: anything else would be an impossible outcome.
@@ -117,14 +103,26 @@ def audit_step(task: StepTask) -> StepOutcome:
     )  # fmt: skip
 
 
-def rare_rows(rule: str, step: Step, law: RuleLaw | None, task: StepTask) -> tuple[int, ...]:
-    """Return the rows that the clean rule visits in less than RARE of the walks.
+def _greedy(task: StepTask, sampler: Guarded, step: Step, start: float) -> StepOutcome:
+    walks = min(task.walks, sampler.loaded.claims.walks or GREEDY_WALKS, GREEDY_WALKS)
+    found = run_greedy(sampler, step, walks, task.seed)
+    whole, recipe = task.case.whole() if task.case.chain else step, task.case.recipe
+    source = None if recipe is None else CachedSource(RecipeSource(recipe, whole))
+    faults = checked_faults(task.faults) if task.controls else {}
+    controls = greedy_controls(task.case.name, whole, source, faults, walks, task.seed)
+    return StepOutcome(
+        task.case, None, found, None, tuple(controls), (), (), tuple(sampler.changed), "", (), (),
+        time.perf_counter() - start,
+    )  # fmt: skip
 
-    Without a law of walks that is counted on the rule's own; a tenth more is allowed for, as counts scatter.
+
+def rare_rows(rule: str, step: Step, law: RuleLaw | None, task: StepTask) -> tuple[int, ...]:
+    """Return the rows that the clean rule visits in less than RARE of the walks, a tenth more allowed for, as counts
+    scatter (4 sigma of the published number of walks). Without a law of walks that is counted on the rule's own.
     """
     rows = step.tree.active_rows
     if law is not None:
-        return tuple(row for row in rows if law.reach[row] < RARE)
+        return tuple(row for row in rows if law.reach[row] < 1.1 * RARE)
     drawn = CoinWalker(PreparedRule(RULES[rule])).walk(step, task.chunk, stream_seed(task.seed, 3))
     visits = step.tree.ancestors[drawn.last.numpy()].sum(0)
     return tuple(row for row in rows if visits[row] < 1.1 * RARE * task.chunk)
@@ -262,40 +260,3 @@ def _repeated(sampler: Guarded, step: Step, walks: int, seed: int) -> str:
         if not torch.equal(getattr(first, name)[some], getattr(alone, name)):
             return f"{name} of a walk depends on its batch or its place in it"
     return ""
-
-
-def run_greedy(sampler: Guarded, step: Step, walks: int, seed: int) -> GreedyResult:
-    """Compare a greedy sampler with the rule on drafts that follow the argmax half of the time, so all depths occur."""
-    tokens = greedy_drafts(step, walks, seed)
-    rule = PreparedRule(RULES["greedy"])
-    coins = coins_for(seed, range(walks), 0, step.tree.n, step.tree.active_rows)
-    clean = rule.select(step, tokens, coins)
-    if sampler.loaded.coins:
-        ours = sampler.select(step, tokens, coins)
-        answers = torch.stack([ours.last, ours.bonus])
-    else:
-        drawn = [sampler.walk(with_tokens(step, row.numpy()), 1, seed + i) for i, row in enumerate(tokens)]
-        answers = torch.stack([torch.cat([d.last for d in drawn]), torch.cat([d.bonus for d in drawn])])
-    expected = torch.stack([clean.last, clean.bonus])
-    wrong = (answers != expected).any(0)
-    if not bool(wrong.any()):
-        return GreedyResult(walks, 0, "")
-    w = int(torch.nonzero(wrong)[0, 0])
-    mine, right = answers[:, w].tolist(), expected[:, w].tolist()
-    first = f"draft {w}: ended at row {mine[0]} with token {mine[1]}; right: row {right[0]}, token {right[1]}"
-    return GreedyResult(walks, int(wrong.sum()), first)
-
-
-def greedy_drafts(step: Step, walks: int, seed: int) -> torch.Tensor:
-    """Return drafts int64 `[walks, N]`: a child carries its parent's argmax, another token of the largest probability,
-    or a random one."""
-    rng = np.random.default_rng([seed, 7])
-    rows, vocab = step.target.numpy(), int(step.target.shape[1])
-    tokens = np.broadcast_to(step.tree.tokens, (walks, step.tree.n)).copy()
-    for row in step.tree.active_rows[1:]:
-        target = rows[step.tree.parents[row]]
-        best = np.flatnonzero(target == target.max())
-        kind = rng.random(walks)
-        drawn = np.where(kind < 0.7, best[0], rng.choice(best, walks))
-        tokens[:, row] = np.where(kind < 0.85, drawn, rng.integers(0, vocab, walks))
-    return torch.from_numpy(tokens)

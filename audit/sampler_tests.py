@@ -110,6 +110,8 @@ def band_cells(law: Floats, n: int) -> Cells:
     Few cells, so much power against changes of temperature or of a tail.
     """
     seen = np.flatnonzero(law)
+    if not len(seen):  # filters left the row nothing but its children: one impossible cell
+        return _close(np.full(len(law), -1, np.int64), law)
     exponent = -np.frexp(law[seen])[1]
     band = exponent - exponent.min()
     group = pool_sorted(_sums(band, law[seen], 0) * n, MIN_EXPECTED)

@@ -32,7 +32,13 @@ Floats = NDArray[np.float64]
 Codes = NDArray[np.int64]
 
 EDGE = 2.0**-40
-"""How close to a cell's end the sampler is asked; far above a threshold's rounding, far below any TV of interest."""
+"""How exactly a change of the answer is located; far above a threshold's rounding, far below any TV of interest."""
+
+APART = 8 * EDGE
+"""Breakpoints closer than this are one: a change that many cells see is located anew in each of them."""
+
+MARGIN = 2 * APART
+"""How close to a cell's end the sampler is asked: beyond the breakpoints that were taken for the one at that end."""
 
 BELOW_ONE = 1 - 2.0**-53
 REFINE = 8
@@ -200,7 +206,7 @@ def _side(values: Floats) -> Floats:
     """0, the breakpoints that lie apart from each other and from the ends, 1."""
     side = [0.0]
     for value in np.sort(values).tolist():
-        if value - side[-1] > 8 * EDGE and 1 - value > 8 * EDGE:
+        if value - side[-1] > APART and 1 - value > APART:
             side.append(value)
     return np.array([*side, 1.0])
 
@@ -230,7 +236,7 @@ def _sum_draft(sampler: CoinSampler, step: Step, rule: Rule, given: Given, budge
         exact=_outcomes(step, given, exact),
         tv=float(np.abs(summed - exact).sum() / 2),
         unresolved=float(lattice.volume[unresolved].sum()),
-        edges=2 * EDGE * sum(lattice.shape),
+        edges=2 * MARGIN * sum(lattice.shape),
         resolution=float((lattice.high - lattice.low).max()),
         cells=len(answers),
         walks=ask.walks,
@@ -273,7 +279,7 @@ def _probe(ask: _Asker, lattice: _Lattice, answers: Codes) -> tuple[NDArray[np.b
     for coin in range(middle.shape[1]):
         low, high = lattice.low[:, coin], lattice.high[:, coin]
         places = []
-        for ends in (np.where(low == 0, 0.0, low + EDGE), np.where(high == 1, BELOW_ONE, high - EDGE)):
+        for ends in (np.where(low == 0, 0.0, low + MARGIN), np.where(high == 1, BELOW_ONE, high - MARGIN)):
             points = middle.copy()
             points[:, coin] = ends
             differs = ask(points) != answers

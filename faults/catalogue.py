@@ -33,7 +33,8 @@ class Fault:
     wrap: correct backend -> wrong backend; for a fault with a knob, at its largest size. expect: "detected", or
     "harmless" for a change that a correct backend must not notice. proof: why a harmless one is. arithmetic: it changes
     a kernel's own formulas, so `fits` only backends whose formulas are in reach. programs: only a program of several
-    cycles (plain steps, slots used again, roll back) can show it.
+    cycles (plain steps, slots used again, roll back) can show it. blind: written after the checks by somebody who had
+    not read them; reported apart.
     """
 
     id: str
@@ -49,6 +50,7 @@ class Fault:
     knob: Knob | None = None
     arithmetic: bool = False
     programs: bool = False
+    blind: bool = False
     fits: Callable[[Any], bool] = lambda backend: True
 
     @property

@@ -52,9 +52,11 @@ def check_tensors(config: ModelConfig, found: Mapping[str, Spec], where: str) ->
     missing, extra = [n for n in expected if n not in found], [n for n in found if n not in expected]
     if missing:
         shape = list(expected[missing[0]].shape)
+        remedy = "use the config.json that belongs to these tensors"
+        if not any(name.startswith("mtp.") for name in found) and missing[0].startswith("mtp."):
+            remedy = "set mtp_num_hidden_layers to 0 in config.json to load the model without its MTP head"
         raise CheckpointError(
-            f"{where}: tensor {missing[0]} is missing{_and_more(missing)}; expected {shape}. "
-            "Remedy: use the config.json that belongs to these tensors"
+            f"{where}: tensor {missing[0]} is missing{_and_more(missing)}; expected {shape}. Remedy: {remedy}"
         )
     if extra:
         raise CheckpointError(

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lumotree.coins import draft_coins
-from lumotree.draft_choice import BudgetSearch, drawn, joined, ranked
+from lumotree.draft_choice import BudgetSearch, drawn, joined, ranked, sparse
 from lumotree.draft_head import Growth, Law, run_head
 from lumotree.draft_types import Drafter, DraftRequest, DraftState, Proposal
 from lumotree.errors import InputError, TreeError
@@ -27,6 +27,8 @@ from lumotree.tree_named import hydra27, named
 #: Rows below one another that the head drafts in a shape: those of `mtp5`.
 STEPS = 5
 SUFFIX_TOKENS = 15
+#: Most tokens of a law that drafts are drawn from: the rest would hardly be drawn and never accepted.
+SUPPORT = 64
 #: Candidates of `hydra27`.
 BUDGET = 27
 DEEPEST = 11
@@ -62,8 +64,8 @@ class ShapeDrafter:
     Candidates that nobody proposes are inactive rows. All are point masses.
 
     sampled: for requests that sample, the head's children are drawn without replacement from its law at the request's
-    temperature, with draft coins, and proposals declare that law; a suffix match is then used below the head's rows
-    only, where its law is a point mass.
+    temperature, cut to its SUPPORT likeliest tokens, with draft coins, and proposals declare that law; a suffix match
+    is then used below the head's rows only, where its law is a point mass.
     """
 
     shape: Tree
@@ -125,8 +127,8 @@ class _Filling:
         assert law is not None, "the head has run over the row"
         children = self._children(row)
         if self.sampled:
-            self.laws[row] = law
-            tokens = drawn(law, self._coins(children))
+            self.laws[row] = sparse(law, SUPPORT)
+            tokens = drawn(self.laws[row], self._coins(children))
         else:
             other = self._matched(row) if self.drafter.suffix else None
             tokens = joined(ranked(law, len(children)), other, len(children))

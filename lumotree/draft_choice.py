@@ -34,6 +34,14 @@ def joined(best: list[int], other: int | None, count: int) -> list[int]:
     return [*best[:1], other, *(token for token in best[1:] if token != other)][:count]
 
 
+def sparse(law: Law, support: int) -> Law:
+    """A law `[V]` cut to its `support` likeliest tokens and renormalised, as `ranked` orders them."""
+    kept = ranked(law, support)
+    cut = np.zeros_like(law)
+    cut[kept] = law[kept]
+    return np.asarray(cut / cut.sum())
+
+
 def drawn(law: Law, coins: NDArray[np.float64]) -> list[int]:
     """Siblings drawn from a law `[V]` without replacement, one for each coin of `[k]` in [0, 1), by inverse CDF.
 

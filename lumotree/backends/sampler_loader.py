@@ -40,12 +40,15 @@ class Claims:
 
     rule: the name in `RULES` whose law it follows. drafts: the kinds of drafts that it takes, of "fixed" (point masses)
     and "sampled" (from a declared law). trees: False if siblings are not supported, so that only chains are shown to
-    it. vocab: largest vocabulary, walks: most walks in all that it can do in useful time, None = no limit.
+    it. duplicates: False if fixed siblings have to differ; otherwise a step holds a sibling that repeats an elder one's
+    token, and the elder is followed. vocab: largest vocabulary, walks: most walks in all that it can do in useful time,
+    None = no limit.
     """
 
     rule: str = "multi-round"
     drafts: tuple[str, ...] = DRAFTS
     trees: bool = True
+    duplicates: bool = True
     vocab: int | None = None
     walks: int | None = None
 
@@ -123,8 +126,10 @@ def _claims(spec: str, sampler: Any) -> Claims:
     if not claims.drafts or not set(claims.drafts) <= set(DRAFTS):
         raise BackendError(f"sampler {spec!r}: expected attribute drafts to hold fixed, sampled or both, "
                            f"got drafts={claims.drafts!r}")  # fmt: skip
-    if not isinstance(claims.trees, bool):
-        raise BackendError(f"sampler {spec!r}: expected attribute trees to be True or False, got {claims.trees!r}")
+    for name in ("trees", "duplicates"):
+        if not isinstance(getattr(claims, name), bool):
+            raise BackendError(f"sampler {spec!r}: expected attribute {name} to be True or False, "
+                               f"got {getattr(claims, name)!r}")  # fmt: skip
     for name, least in (("vocab", 16), ("walks", 1)):
         value = getattr(claims, name)
         if value is not None and (not isinstance(value, int) or value < least):

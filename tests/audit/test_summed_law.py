@@ -9,9 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from audit import summed_law as summed_module
+from audit.fault_laws import fault_law
 from audit.law_rules import RULES
 from audit.law_step import law_of_step
-from audit.summed_law import EDGE, SummedLaw, summed_law
+from audit.sampler_cases import small_step
+from audit.summed_law import EDGE, MARGIN, SummedLaw, summed_law
+from faults.sampler import SAMPLER_FAULTS
 from lumotree import select
 from lumotree.errors import InputError
 from lumotree.select_types import Coins, Step, Walks
@@ -65,6 +69,8 @@ class Changed:
             accept = torch.zeros_like(accept)
         elif self.fault == "shifted":  # accepts with coins below threshold + 0.03
             accept = (accept - 0.03).clamp(min=0)
+        elif self.fault == "wobbling":  # as "shifted", to the last bits by another coin, as rounded sums are
+            accept = (accept - 0.03 - 6 * EDGE * residual[:, :1]).clamp(min=0)
         elif self.fault == "reused":
             residual = accept[:, [1, 1, 1]]
         elif self.fault == "mirrored":  # another sampler with the same law
@@ -98,6 +104,24 @@ def test_a_shifted_threshold_is_located_and_measured() -> None:
     assert found.tv == pytest.approx(np.abs(moved - stop).sum() / 2, abs=1e-9)
 
 
+def test_a_change_that_wobbles_in_its_last_bits_is_one_breakpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Located anew in many cells, EDGEs apart: no cell of either side may count as unresolved for it."""
+    found = summed("wobbling")
+    assert found.unresolved == 0
+    assert found.tv == pytest.approx(summed("shifted").tv, abs=1e-9)
+    monkeypatch.setattr(summed_module, "MARGIN", EDGE)  # asked nearer to the ends than the places agree
+    assert summed("wobbling").unresolved > 0.01
+
+
+@pytest.mark.parametrize("name", ["fork-3", "chain-3"])
+def test_a_test_against_the_target_alone_is_off_for_certain(name: str) -> None:
+    step = small_step(name, True)
+    faulty = SAMPLER_FAULTS["q_one"].wrap(select.MULTI_ROUND)
+    found = summed_law(faulty, step, RULES["multiround"], 1 << 14)  # type: ignore[arg-type]
+    assert found.unresolved < 1e-6
+    assert found.tv >= fault_law(SAMPLER_FAULTS["q_one"], step).tv - 1e-6
+
+
 @pytest.mark.parametrize("budget", [150, 1 << 13])
 def test_bound_covers_the_true_deviation(budget: int) -> None:
     """The law of "warm" is known: the summed one is off by what was left unresolved at most."""
@@ -122,7 +146,7 @@ def test_outside_the_vocabulary_is_an_outcome_of_its_own() -> None:
 
 def test_edges_are_small_and_counted() -> None:
     found = summed("none")
-    assert 0 < found.edges < 2000 * EDGE
+    assert 0 < found.edges < 2000 * MARGIN
 
 
 def test_too_wide_a_step_is_refused() -> None:

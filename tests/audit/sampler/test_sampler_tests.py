@@ -73,6 +73,12 @@ def test_bands_see_a_change_of_temperature(lab):
     assert rejects(results["node-bands@0"], share)
 
 
+def test_a_row_that_never_stops_has_one_impossible_cell() -> None:
+    """Filters can leave a row no token but its children's; a walk that stops there all the same must show."""
+    for cells in (band_cells(np.zeros(5), N), token_cells(np.zeros(5), N)):
+        assert cells.law.tolist() == [0.0] and cells.count(np.array([0, 3, 0, 0, 1])).tolist() == [4.0]
+
+
 def test_outcome_last_and_joint_see_another_rule_that_node_cannot_see(lab):
     """The naive rule judged as multi-round: both are lossless, so only the tests of the rule's law may speak."""
     step = lab.step(True)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from audit import sampler, sampler_control, sampler_law
+from audit import sampler, sampler_control, sampler_greedy, sampler_law
 from audit.report import from_json, to_json
 from audit.sampler import Options, check
 from audit.sampler_cases import captured_cases, chain_of, file_cases, small_cases, small_step
@@ -134,8 +134,8 @@ def loaded(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("name", RULES)
 def test_built_in_rules_pass(name: str) -> None:
-    only = ("peaked-fixed",) if name == "greedy" else SMALL.only
-    report = small(sampler=name, only=only).report
+    greedy: dict[str, object] = {"only": ("peaked-fixed",), "faults": ()} if name == "greedy" else {}
+    report = small(sampler=name, **greedy).report
     assert (report.verdict, report.exit_code) == ("PASS", 0), report.reasons
     assert from_json(json.loads(json.dumps(to_json(report)))) == report
     if name != "greedy":
@@ -183,9 +183,34 @@ def test_faulty_samplers_fail(loaded, made: type, check_id: str) -> None:
 
 
 def test_a_greedy_sampler_that_takes_the_last_tie_fails(loaded) -> None:
-    report = small(sampler=loaded(LastOfTies), only=("tied-fixed",)).report
+    report = small(sampler=loaded(LastOfTies), only=("tied-fixed",), faults=()).report
     assert report.verdict == "FAIL"
     assert "right: row" in report.findings[0].got
+
+
+def test_greedy_controls_reach_ties_and_rows_and_a_blind_comparison_is_inconclusive(monkeypatch) -> None:
+    options: dict[str, object] = {"sampler": "greedy", "only": ("tied-fixed", "peaked-fixed"), "faults": ()}
+    report = small(**options).report
+    assert report.verdict == "PASS", report.reasons
+    seen = {c.fault for c in report.controls if c.detected}
+    assert {"argmax_last.tied-fixed", "target_rolled.tied-fixed", "first_row_again.peaked-fixed"} <= seen
+    shares = report.facts["faults"]["argmax_last"]
+    assert 0.3 < shares["tied-fixed"]["tv"] < 1 and shares["peaked-fixed"]["tv"] == 0
+    monkeypatch.setattr(sampler_greedy, "_compared", lambda *_: sampler_greedy.GreedyResult(1, 0, ""))
+    blind = small(**options).report
+    assert blind.verdict == "INCONCLUSIVE"
+    assert "control argmax_last.tied-fixed was not detected" in blind.reasons
+
+
+def test_the_plain_walk_of_a_greedy_audit_agrees_with_the_rule() -> None:
+    for name in ("tied-fixed", "peaked-fixed"):
+        step = captured_cases(Claims(), (name,), 32)[0].make()
+        tokens = sampler_greedy.greedy_drafts(step, 400, 3)
+        none = torch.zeros(400, step.tree.n, dtype=torch.float64)
+        walks = RULES["greedy"].select(step, tokens, Coins(none, none))
+        right = sampler_greedy.greedy_answers(step, sampler_greedy.best_tokens(step), tokens)
+        assert np.array_equal(np.stack([walks.last, walks.bonus]), right)
+        assert len(np.unique(right[0])) > 15  # most rows end some walk
 
 
 @pytest.mark.parametrize("made", [Coined, ClosedRight])

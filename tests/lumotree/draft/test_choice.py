@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lumotree.draft_choice import BudgetSearch, drawn, joined, ranked
+from lumotree.draft_choice import BudgetSearch, drawn, joined, ranked, sparse
 from lumotree.errors import InputError
 from lumotree.suffix import continuation, next_token
 
@@ -60,6 +60,12 @@ def test_suffix_lengths_are_checked(shortest: int, longest: int) -> None:
 def test_ranked_breaks_ties_by_number_and_drops_what_is_impossible() -> None:
     assert ranked(np.array([0.25, 0.5, 0.25, 0.0]), 3) == [1, 0, 2]
     assert ranked(np.array([0.25, 0.5, 0.25, 0.0]), 4) == [1, 0, 2]
+
+
+def test_sparse_keeps_the_likeliest_and_renormalises() -> None:
+    law = np.array([0.125, 0.5, 0.125, 0.25])
+    np.testing.assert_array_equal(sparse(law, 3), np.array([0.125, 0.5, 0.0, 0.25]) / 0.875)
+    np.testing.assert_array_equal(sparse(law, 9), law)
 
 
 def test_joined_puts_the_other_drafters_token_second() -> None:

@@ -12,7 +12,7 @@ from scipy import stats
 from torch import Tensor
 
 from lumotree.backends.protocol import Batch
-from lumotree.draft import BudgetDrafter, ShapeDrafter, SuffixDrafter, drafter
+from lumotree.draft import SUPPORT, BudgetDrafter, ShapeDrafter, SuffixDrafter, drafter
 from lumotree.draft_head import Growth, run_head, softmax
 from lumotree.draft_types import Drafter, DraftRequest, DraftState, Proposal
 from lumotree.errors import InputError
@@ -207,6 +207,7 @@ def test_declared_laws_are_the_heads_at_the_requests_temperature() -> None:
     for one, proposal in zip(requests, proposals, strict=True):
         assert proposal.laws is not None
         first = int(proposal.tree.tokens[1])
+        assert len(head.law(one, [])) <= SUPPORT
         np.testing.assert_array_equal(proposal.laws[0].numpy(), head.law(one, [], 0.7))
         np.testing.assert_array_equal(proposal.laws[1].numpy(), head.law(one, [first], 0.7))
 

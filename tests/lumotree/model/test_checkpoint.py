@@ -242,6 +242,16 @@ def test_nothing_is_half_written(
     assert sorted(p.name for p in folder.iterdir()) == ["config.json", "model.safetensors"]
 
 
+def test_a_folder_saved_without_its_head(folder: Path) -> None:
+    """As transformers saves it, which drops `mtp.*` and keeps the configuration."""
+    rewrite(folder, lambda t: [t.pop(name) for name in list(t) if name.startswith("mtp.")])
+    with pytest.raises(CheckpointError, match=r"mtp\.fc\.weight is missing .*set mtp_num_hidden_layers to 0"):
+        read_checkpoint(folder)
+    data = json.loads((folder / checkpoint.CONFIG).read_text())
+    (folder / checkpoint.CONFIG).write_text(json.dumps(data | {"mtp_num_hidden_layers": 0}))
+    assert load_model(folder).config.mtp_layers == 0
+
+
 def test_weights_in_memory_are_checked_too(weights: dict[str, Tensor]) -> None:
     del weights[NORM]
     with pytest.raises(CheckpointError, match=r"model: tensor model\.norm\.weight is missing"):

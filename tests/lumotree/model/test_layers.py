@@ -145,6 +145,29 @@ def test_the_stock_product_changes_bits_with_the_number_of_rows() -> None:
     assert changed or all(agreeing)
 
 
+def stock_changes() -> set[str]:
+    """Stock calls whose rows change on this machine with the company they are in."""
+    changed = set()
+    for width in (7, 12, 60, 100):
+        x = 3 * normal(33, width)
+        for name, call in (("sigmoid", torch.sigmoid), ("silu", F.silu), ("softplus", F.softplus)):
+            if not same_bits(call(x), torch.stack([call(row.clone()) for row in x])):
+                changed.add(name)
+    q, k, v = (normal(1, 2, 33, 64, seed=i) for i in range(3))
+    masked = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    for row in range(33):
+        seen = slice(0, row + 1)
+        gathered = F.scaled_dot_product_attention(q[:, :, row : row + 1], k[:, :, seen], v[:, :, seen])
+        if not same_bits(masked[:, :, row], gathered[:, :, 0]):
+            changed.add("attention")
+    return changed
+
+
+def test_other_stock_calls_change_bits_too() -> None:
+    """Which of them do is the machine's business; that none does would make the property above an empty one."""
+    assert stock_changes()
+
+
 # The probe
 
 

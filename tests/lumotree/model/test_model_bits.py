@@ -209,6 +209,10 @@ def test_other_refusals(model: HybridModel) -> None:
     short = HybridModel(replace(TINY, positions=4), random_weights(TINY))
     with pytest.raises(ContractError, match=r"row 4: position=4; allowed: 0\.\.3"):
         short.verify(tokens_of(1, 6), batch, session.pools, session.ws, session.backend)
+    full = replace(TINY, dtype=torch.float32)
+    fp32 = HybridModel(full, random_weights(full))
+    with pytest.raises(ContractError, match=r"conv_verify x: expected torch\.bfloat16, got dtype=torch\.float32"):
+        Session.make(fp32, TorchBackend()).verify(tokens_of(1, 6), batch)
     headless = replace(TINY, mtp_layers=0)
     with pytest.raises(ContractError, match="this model has none"):
         HybridModel(headless, random_weights(headless)).draft_head()

@@ -8,6 +8,7 @@ float64 result is bounded by the count of our roundings, and by the error of the
 from __future__ import annotations
 
 import importlib
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -301,6 +302,36 @@ def test_negative_controls(pair: Pair, change: str) -> None:
     """Each change moves the logits by at least 1,000 times the tolerance."""
     ours = run_ours(HybridModel(*CHANGES[change](pair.config, pair.weights)), TOKEN_IDS, WideBackend())
     assert distance(ours.logits, pair.trace.logits) > 1000 * TOLERANCE64
+
+
+def random_shape(seed: int) -> dict[str, Any]:
+    """A configuration of the family: layer order, head counts, dims, conv width, tied or not."""
+    rng = random.Random(seed)
+    kinds = [LINEAR, FULL, *rng.choices([LINEAR, FULL], k=rng.randint(0, 2))]
+    rng.shuffle(kinds)
+    key_heads, kv_heads, head_dim = rng.choice([1, 2, 3]), rng.choice([1, 2]), rng.choice([8, 16, 20])
+    return {
+        "vocab_size": rng.randint(30, 60), "hidden_size": rng.choice([24, 36, 50]),
+        "intermediate_size": rng.choice([32, 45]), "num_hidden_layers": len(kinds), "layer_types": kinds,
+        "num_key_value_heads": kv_heads, "num_attention_heads": kv_heads * rng.choice([1, 2, 3]), "head_dim": head_dim,
+        "linear_num_key_heads": key_heads, "linear_num_value_heads": key_heads * rng.choice([1, 2, 3]),
+        "linear_key_head_dim": rng.choice([4, 8, 12]), "linear_value_head_dim": rng.choice([4, 6, 16]),
+        "linear_conv_kernel_dim": rng.choice([2, 3, 4]), "tie_word_embeddings": rng.random() < 0.5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": rng.choice([0.5, 1.0])},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_configurations_in_several_files(seed: int, tmp_path: Path) -> None:
+    """Folders that transformers makes from random configurations, sharded, load and agree to rounding."""
+    with InFloat64():
+        model = make_theirs(list(FAMILIES)[seed % 2], torch.float64, **random_shape(seed))
+        model.save_pretrained(tmp_path, max_shard_size="20KB")
+        theirs = run_theirs(model, TOKEN_IDS % 30, model.config.linear_conv_kernel_dim)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    config, checkpoint = read_checkpoint(tmp_path)
+    found = differences(run_ours(HybridModel(config, checkpoint), TOKEN_IDS % 30, WideBackend()), theirs)
+    assert {name: value for name, value in found.items() if not value <= TOLERANCE64} == {}
 
 
 def rms(got: Tensor, wanted: Tensor) -> float:

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from audit.captured_steps import CAPTURES
 from lumotree.byte_tokens import END, VOCAB, decode, encode
 from lumotree.checkpoint import read_checkpoint
 from lumotree.errors import InputError
@@ -270,7 +271,7 @@ def test_shipped_weights_beat_the_best_baseline_on_a_held_out_prompt() -> None:
     assert noise.bits > REPORT["held_out_bits_per_byte"]["unigram"]
 
 
-def test_a_wheel_holds_weights_and_prompts(tmp_path: Path) -> None:
+def test_a_wheel_holds_weights_prompts_and_captured_steps(tmp_path: Path) -> None:
     """Built from a copy: a build folder left beside the sources could hold files that no longer are."""
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path / name)
@@ -283,4 +284,5 @@ def test_a_wheel_holds_weights_and_prompts(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     names = zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist()
     wanted = {"lumotree/weights/model.safetensors", "lumotree/weights/config.json", "lumotree/data/prompts.json"}
+    wanted |= {f"audit/captured/{c.name}{end}" for c in CAPTURES for end in (".npz", ".context.npz")}
     assert wanted <= set(names)

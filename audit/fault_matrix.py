@@ -1,0 +1,232 @@
+"""The detection matrix: every fault of the catalogue under every check, and how small a fault may be to be seen."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from scipy import stats
+
+from audit.cases import Case, CaseSpec
+from audit.fault_cases import heldout_ladder, ladder
+from audit.fault_trial import Trial, component_trial, relation_trial
+from audit.metamorphic import RELATIONS
+from audit.render.progress import Progress
+from audit.runner import default_workers
+from audit.scene import scene_of
+from faults import CATALOGUE, Fault
+from lumotree.backends.loader import load_backend
+from lumotree.contract import Contract
+
+#: Probability with which a size must be seen to count as detected, and runs that decide it.
+WANTED = 0.99
+SIZE_TRIALS = 300
+PLAIN_TRIALS = 30
+
+#: Confidence of the intervals.
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Rate:
+    """`caught` of `reached` runs; interval: exact (Clopper-Pearson), at CONFIDENCE. size: of the knob, or None."""
+
+    caught: int
+    reached: int
+    size: float | None = None
+
+    @property
+    def probability(self) -> float:
+        """The share that was caught."""
+        return self.caught / self.reached
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Limits of the probability."""
+        return exact_interval(self.caught, self.reached)
+
+
+def exact_interval(hits: int, runs: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
+    """Clopper-Pearson limits of a binomial probability."""
+    tail = (1 - confidence) / 2
+    low = 0.0 if hits == 0 else float(stats.beta.ppf(tail, hits, runs - hits + 1))
+    high = 1.0 if hits == runs else float(stats.beta.ppf(1 - tail, hits + 1, runs - hits))
+    return low, high
+
+
+@dataclass(frozen=True)
+class Row:
+    """One fault. state: of `fault_trial.STATES`; case: the smallest that reached it; checks: check -> state of that
+    check there; first: the check that caught it first; rates: on held-out cases, of each size from the largest on;
+    missed: smaller cases that reached it without its being seen. note: why it crashed or was not reached."""
+
+    fault: str
+    surface: str
+    state: str
+    case: str
+    checks: dict[str, str]
+    first: str | None
+    rates: tuple[Rate, ...] = ()
+    missed: tuple[str, ...] = ()
+    note: str = ""
+
+    @property
+    def smallest(self) -> Rate | None:
+        """The smallest size, in an unbroken run from the largest, that is seen with probability WANTED."""
+        found = None
+        for rate in self.rates:
+            if rate.probability < WANTED:
+                break
+            found = rate
+        return found
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to run: backend as `load_backend` takes it, seed of the cases, whether rates are measured, and how often."""
+
+    backend: str
+    seed: int = 1
+    full: bool = False
+    plain_trials: int = PLAIN_TRIALS
+    size_trials: int = SIZE_TRIALS
+
+
+class Cases:
+    """The cases of a family for a contract, with what they offer; made once."""
+
+    def __init__(self, specs: Iterable[CaseSpec], contract: Contract) -> None:
+        self.specs = list(specs)
+        self.scenes = [scene_of(Case(s, contract)) for s in self.specs]
+
+    def reaching(self, fault: Fault) -> Iterator[CaseSpec]:
+        """Cases that have what the fault needs, from the smallest on."""
+        return (spec for spec, scene in zip(self.specs, self.scenes, strict=True) if fault.reaches(scene))
+
+
+def audit_fault(backend: Any, fault: Fault, cases: Cases, plan: Plan) -> Row:
+    """One row of the matrix."""
+    if not fault.fits(backend):
+        note = "the formulas of this kernel cannot be changed from outside"
+        return Row(fault.id, fault.surface, "NotReached", "", {}, None, note=note)
+    trials = []
+    for spec in cases.reaching(fault):
+        trials.append(component_trial(backend, fault, spec))
+        if trials[-1].state in ("Caught", "Equivalent"):
+            break
+    relations = [relation_trial(backend, fault, name, plan.seed) for name in RELATIONS]
+    found = [*trials[-1:], *(t for t in relations if t is not None)]
+    rates = tuple(_rates(backend, fault, plan)) if plan.full and fault.expect == "detected" else ()
+    return _row(fault, trials, found, rates)
+
+
+def _row(fault: Fault, trials: Sequence[Trial], found: Sequence[Trial], rates: tuple[Rate, ...]) -> Row:
+    checks: dict[str, str] = {}
+    for trial in found:
+        for check in trial.ran:
+            unseen = "NotReached" if not trial.changed else "Equivalent" if fault.expect == "harmless" else "Missed"
+            checks[check] = "Caught" if check in trial.caught else unseen
+    states = [t.state for t in (*trials, *found)]
+    order = ("Caught", "Missed", "Crashed", "Equivalent", "NotReached")
+    state = next((s for s in order if s in states), "NotReached")
+    caught = [check for trial in found for check in trial.caught]
+    missed = tuple(t.case for t in trials if t.state == "Missed")
+    crashed = next((t.note for t in found if t.state == "Crashed"), "")
+    note = crashed or ("no case of this matrix is a program of plain steps and cycles" if state == "NotReached" else "")
+    return Row(fault.id, fault.surface, state, trials[-1].case if trials else "", checks, caught[0] if caught else None,
+               rates, missed, note)  # fmt: skip
+
+
+def _rates(backend: Any, fault: Fault, plan: Plan) -> Iterator[Rate]:
+    """Detection probabilities on held-out cases, from the largest size on; sizes after a hopeless one are left out."""
+    if fault.knob is None:
+        rate = _rate(backend, fault, None, plan.plain_trials, plan.seed)
+        if rate is not None:
+            yield rate
+        return
+    for size in fault.knob.sizes:
+        rate = _rate(backend, fault, size, plan.size_trials, plan.seed)
+        if rate is None:
+            return
+        yield rate
+        if rate.probability < 0.1:
+            return
+
+
+def _rate(backend: Any, fault: Fault, size: float | None, trials: int, seed: int) -> Rate | None:
+    """Runs on one held-out case a seed, until `trials` of them reached the fault or it is clear that they miss it."""
+    caught = reached = 0
+    for number in range(2 * trials):
+        spec = _heldout_case(fault, backend.contract, 10_000 * seed + number)
+        trial = component_trial(backend, fault, spec, size) if spec else None
+        if trial is None or trial.state in ("NotReached", "Crashed"):
+            continue
+        reached += 1
+        caught += trial.state == "Caught"
+        if reached == trials or (size is not None and reached - caught > max(3, trials // 50)):
+            break
+    return Rate(caught, reached, size) if reached else None
+
+
+def _heldout_case(fault: Fault, contract: Contract, seed: int) -> CaseSpec | None:
+    """The smallest held-out case of a seed that reaches the fault."""
+    for spec in heldout_ladder(seed):
+        if fault.reaches(scene_of(Case(spec, contract))):
+            return spec
+    return None
+
+
+_worker: tuple[Any, Cases, Plan] | None = None
+
+
+def _start(plan: Plan) -> None:
+    global _worker
+    torch.set_num_threads(1)
+    backend = load_backend(plan.backend)
+    _worker = backend, Cases(ladder(plan.seed), backend.contract), plan
+
+
+def _work(fault: str) -> Row:
+    assert _worker is not None
+    backend, cases, plan = _worker
+    return audit_fault(backend, CATALOGUE[fault], cases, plan)
+
+
+def run_matrix(plan: Plan, only: Callable[[Fault], bool] = lambda fault: True, workers: int | None = None) -> list[Row]:
+    """Every chosen fault of the catalogue, in its order. workers: processes, 0 = this one.
+
+    Raises InputError when the backend cannot be loaded.
+    """
+    load_backend(plan.backend)
+    chosen = [fault.id for fault in CATALOGUE.values() if only(fault)]
+    count = default_workers("cpu") if workers is None else workers
+    rows: dict[str, Row] = {}
+    with Progress(len(chosen), "faults") as progress:
+        for row in _inline(plan, chosen) if count == 0 or len(chosen) == 1 else _pooled(plan, chosen, count):
+            rows[row.fault] = row
+            progress.advance(note=row.fault)
+    return [rows[fault] for fault in chosen]
+
+
+def _inline(plan: Plan, chosen: Sequence[str]) -> Iterator[Row]:
+    global _worker
+    threads, before = torch.get_num_threads(), _worker
+    _start(plan)
+    try:
+        yield from map(_work, chosen)
+    finally:
+        torch.set_num_threads(threads)
+        _worker = before
+
+
+def _pooled(plan: Plan, chosen: Sequence[str], workers: int) -> Iterator[Row]:
+    context = multiprocessing.get_context("spawn")  # see audit.runner
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_start, initargs=(plan,)) as pool:
+        # Faults with a knob take longest; one at the end would leave the other workers idle.
+        first = sorted(chosen, key=lambda fault: CATALOGUE[fault].knob is None)
+        for future in as_completed([pool.submit(_work, fault) for fault in first]):
+            yield future.result()

@@ -1,0 +1,96 @@
+"""One fault on one case: which checks catch it, and whether it was reached at all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from audit.cases import CaseSpec
+from audit.component import audit_case
+from audit.metamorphic import RELATIONS
+from audit.tally import judged
+from faults import Fault, Faulty
+from lumotree.backends.protocol import SURFACES
+from lumotree.errors import InputError
+
+STATES = ("Caught", "Missed", "NotReached", "Crashed", "Equivalent")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What became of a fault on a case.
+
+    state: of STATES. caught: checks with a cell outside, in the order in which they ran; ran: all that judged a cell
+    while the fault was there. changed: what the wrapper made different, by name; empty for NotReached. note: the
+    message of a crash.
+    """
+
+    fault: str
+    case: str
+    state: str
+    caught: tuple[str, ...] = ()
+    ran: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
+    note: str = ""
+
+
+def alone(backend: Any, surface: str) -> Any:
+    """The backend with one surface only, so that a trial costs no more than it has to."""
+    others: dict[str, Any] = {method: None for s, methods in SURFACES.items() if s != surface for method in methods}
+    return Faulty(backend, **others)
+
+
+def wrapped(backend: Any, fault: Fault, size: float | None = None) -> Any:
+    """The wrong backend, with the fault's surface only; size: of its knob, None = the largest."""
+    wrap = fault.wrap if size is None or fault.knob is None else fault.knob.wrap(size)
+    faulty = wrap(backend)
+    return _Masked(faulty, alone(faulty, fault.surface))
+
+
+class _Masked:
+    """A faulty backend with its account of changes, seen through the mask of one surface."""
+
+    def __init__(self, faulty: Any, mask: Any) -> None:
+        self.changed: dict[str, int] = faulty.changed
+        self._mask = mask
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._mask, name)
+
+
+def component_trial(backend: Any, fault: Fault, spec: CaseSpec, size: float | None = None) -> Trial:
+    """Every check of the component audit on one case under the fault. Coins of random faults come from the case."""
+    torch.manual_seed(sum(word * 1_000_003**i for i, word in enumerate(spec.entropy)) % 2**31)
+    faulty = wrapped(backend, fault, size)
+    try:
+        result = audit_case(faulty, spec)
+    except InputError as refusal:
+        return Trial(fault.id, spec.id, "Crashed", changed=tuple(faulty.changed), note=str(refusal))
+    tallies = [t for t in result.tallies.values() if t.cells and judged(t.check, backend.contract)]
+    return _trial(fault, spec.id, faulty, tuple(t.check for t in tallies if t.failed), tuple(t.check for t in tallies))
+
+
+def relation_trial(backend: Any, fault: Fault, relation: str, seed: int, size: float | None = None) -> Trial | None:
+    """A metamorphic relation under the fault; None where it does not apply."""
+    check = f"{fault.surface}.{relation}"
+    if fault.surface not in RELATIONS[relation].surfaces:
+        return None
+    torch.manual_seed(seed)
+    faulty = wrapped(backend, fault, size)
+    if RELATIONS[relation].why_not(faulty):
+        return None
+    try:
+        found = RELATIONS[relation].run(faulty, seed)
+    except InputError as refusal:
+        return Trial(fault.id, f"relation/{seed}", "Crashed", changed=tuple(faulty.changed), note=str(refusal))
+    return _trial(fault, f"relation/{seed}", faulty, (check,) if found else (), (check,))
+
+
+def _trial(fault: Fault, case: str, faulty: Any, caught: tuple[str, ...], ran: tuple[str, ...]) -> Trial:
+    changed = tuple(faulty.changed)
+    state = "Caught" if caught else "NotReached" if not changed else "Missed"
+    if state == "Missed" and fault.expect == "harmless":
+        state = "Equivalent"
+    return Trial(fault.id, case, state, caught, ran, changed)
