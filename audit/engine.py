@@ -88,6 +88,7 @@ class Engine:
         self._pages = self.draws.pages()
         self.spare = [self._pages.pop() for _ in range(world.spare_pages)]
         self._steps = 0
+        self._loose: list[Tensor] = []
         self.ws = self.workspace()
         self.slab.accept_all()
 
@@ -159,14 +160,17 @@ class Engine:
 
     def write(self, key: int, past: Past, skip: int = 0) -> None:
         """Write a past into a request's slot and pages, KV of the first `skip` tokens left out."""
-        request = self.requests[key]
-        recurrent = past.recurrent if self.contract.layout == "VK" else past.recurrent.mT
-        self.pools.recurrent[:, request.slot] = recurrent.to(self.device, self.contract.state_dtype)
-        self.pools.conv[:, request.slot] = past.conv.to(self.device)
+        self.write_state(self.requests[key].slot, past)
         at = self.committed(key, range(skip, past.length))
         self.pools.cache.k[:, at] = past.k[:, skip:].to(self.device)
         self.pools.cache.v[:, at] = past.v[:, skip:].to(self.device)
         self.slab.accept_all()
+
+    def write_state(self, slot: int, past: Past) -> None:
+        """Write the states and histories of a past into a slot."""
+        recurrent = past.recurrent if self.contract.layout == "VK" else past.recurrent.mT
+        self.pools.recurrent[:, slot] = recurrent.to(self.device, self.contract.state_dtype)
+        self.pools.conv[:, slot] = past.conv.to(self.device)
 
     def read(self, key: int) -> Past:
         """What a request's slot and pages hold: states as exported, which applies what is deferred."""
@@ -235,6 +239,8 @@ class Engine:
         return replace(record, **{k: self._keep(f"{kind}.{k}", v) for k, v in tensors.items()}, **more)
 
     def _keep(self, name: str, value: Tensor) -> Tensor:
+        if self.world.fresh:
+            return value.to(self.device, copy=True)
         buffer = poison_(self.slab[name]).flatten()
         view = buffer[: value.numel()].view(value.shape)
         view.copy_(value)
@@ -285,6 +291,7 @@ class Engine:
             given, kept = vars(getattr(rows, surface)), self._ops[layer][surface]
             views = {k: kept[k] if k in SHARED_OPERANDS else self._keep(f"{surface}[{layer}].{k}", v)
                      for k, v in given.items()}  # fmt: skip
+            self._loose += [v for k, v in views.items() if self.world.fresh and k not in SHARED_OPERANDS]
             made[surface] = type(getattr(rows, surface))(**views)
         return StepOps(**made)
 
@@ -293,6 +300,9 @@ class Engine:
 
     def expire(self) -> None:
         """Operands are gone: the next layer's or step's lie where they lay."""
+        for tensor in self._loose:
+            poison_(tensor)
+        self._loose = []
         for layer, surfaces in enumerate(self._ops):
             for surface, tensors in surfaces.items():
                 for name in tensors.keys() - SHARED_OPERANDS:

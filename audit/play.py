@@ -70,30 +70,35 @@ def outputs(engine: Engine, lo: int, hi: int) -> list[dict[str, Tensor]]:
     return [{surface: out[lo:hi].clone() for surface, out in outs.items()} for outs in engine.out]
 
 
+#: A float64 value and the most by which the backend's may differ from it.
+Bounded = tuple[Tensor, Tensor]
+
+
 @dataclass(frozen=True)
-class Bounds:
-    """Derived bounds of one layer of an actor: outputs by surface and row, and by row the L2 bound of the state."""
+class Oracle:
+    """What one layer of an actor must give, by active row: outputs of each surface; the state `[HV, dv, dk]` with the
+    bound of its value rows in L2 norm `[HV, dv]`; rotated keys."""
 
-    out: dict[str, dict[int, Tensor]]
-    state: dict[int, Tensor]
-    keys: dict[int, Tensor]
+    out: dict[str, dict[int, Bounded]]
+    state: dict[int, Bounded]
+    keys: dict[int, Bounded]
 
 
-def bounds_of(actor: Actor, contract: Contract, layer: int, surfaces: Sequence[str]) -> Bounds:
-    """Bounds of every active row against the float64 oracle."""
-    ops, past, found = actor.rows[layer], actor.past, Bounds({s: {} for s in surfaces}, {}, {})
+def oracle_of(actor: Actor, contract: Contract, layer: int, surfaces: Sequence[str]) -> Oracle:
+    """The float64 oracle of every active row."""
+    ops, past, found = actor.rows[layer], actor.past, Oracle({s: {} for s in surfaces}, {}, {})
     tree = Tree.make(actor.tree.parents, active=actor.tree.active, prefix_len=past.length)
     if "gdn" in surfaces and ops.gdn is not None:
         start = past.recurrent[layer].to(contract.state_dtype).float()
         for row in gdn_oracle(tree, start, ops.gdn, contract):
-            found.out["gdn"][row.row], found.state[row.row] = row.out_bound, published(row, contract)[1]
+            found.out["gdn"][row.row], found.state[row.row] = (row.out, row.out_bound), published(row, contract)
     if "conv" in surfaces and ops.conv is not None:
         conv = conv_oracle(tree, past.conv[layer], ops.conv, contract)
-        found.out["conv"].update(zip(conv.rows, conv.bound, strict=True))
+        found.out["conv"].update(zip(conv.rows, zip(conv.out, conv.bound, strict=True), strict=True))
     if "attention" in surfaces and ops.attention is not None:
         seen = attention_oracle(tree, ops.attention, past.k[layer], past.v[layer], contract.probs)
-        found.out["attention"].update(zip(seen.rows, seen.bound, strict=True))
-        found.keys.update(zip(seen.rows, seen.keys_bound, strict=True))
+        found.out["attention"].update(zip(seen.rows, zip(seen.out, seen.bound, strict=True), strict=True))
+        found.keys.update(zip(seen.rows, zip(seen.keys, seen.keys_bound, strict=True), strict=True))
     return found
 
 
@@ -117,12 +122,12 @@ class Comparison:
     ) -> None:
         """Outputs row by row; `rows`: (row in `got`, row in `want`), the latter also the actor's row."""
         for layer in range(len(got.out)):
-            bounds = None if all(map(self.bitwise, self.surfaces)) else bounds_of(
+            bounds = None if all(map(self.bitwise, self.surfaces)) else oracle_of(
                 actor, self.contract, layer, self.surfaces)  # fmt: skip
             for surface in self.surfaces:
                 for mine, his in rows:
                     a, b = got.out[layer][surface][mine], want.out[layer][surface][his]
-                    allowed = None if bounds is None else bounds.out[surface][his]
+                    allowed = None if bounds is None else bounds.out[surface][his][1]
                     self._judge(surface, a, b, allowed, request, layer, mine)
 
     def pasts(self, actor: Actor, got: Past, want: Past, request: int = 0, last: int | None = None) -> None:
@@ -130,20 +135,20 @@ class Comparison:
         end = actor.path[-1] if last is None else last
         for layer in range(len(got.recurrent)):
             claimed = self.bitwise("gdn") and self.bitwise("attention")
-            bounds = None if claimed else bounds_of(actor, self.contract, layer, self.surfaces)
+            bounds = None if claimed else oracle_of(actor, self.contract, layer, self.surfaces)
             if "gdn" in self.surfaces:
-                allowed = None if bounds is None else bounds.state[end][..., None].expand_as(got.recurrent[layer])
+                allowed = None if bounds is None else bounds.state[end][1][..., None].expand_as(got.recurrent[layer])
                 self._judge("gdn", got.recurrent[layer], want.recurrent[layer], allowed, request, layer)
             if "conv" in self.surfaces:
                 self._judge("conv", got.conv[layer], want.conv[layer], None, request, layer)
             if "attention" in self.surfaces:
                 self._kv(actor, got, want, bounds, request, layer)
 
-    def _kv(self, actor: Actor, got: Past, want: Past, bounds: Bounds | None, request: int, layer: int) -> None:
+    def _kv(self, actor: Actor, got: Past, want: Past, bounds: Oracle | None, request: int, layer: int) -> None:
         allowed = None
         if bounds is not None:
             old = torch.zeros(got.length - len(actor.path), *got.k.shape[2:], dtype=torch.float64)
-            allowed = torch.cat([old, *(bounds.keys[row][None] for row in actor.path)])
+            allowed = torch.cat([old, *(bounds.keys[row][1][None] for row in actor.path)])
         self._judge("attention", got.k[layer], want.k[layer], allowed, request, layer)
         self._judge("attention", got.v[layer], want.v[layer], None, request, layer)
 

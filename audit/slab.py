@@ -46,17 +46,20 @@ class Slab:
             self.parts[name] = Part(name, end, size, shape, dtype)
             end += -(-size // GAP) * GAP + GAP
         self.block = torch.full((end,), 0xC5, dtype=torch.uint8, device=device)
-        for name in self.parts:
-            poison_(self[name])
         self.seen = self.block.clone()
+        self._live = {name: part.of(self.block) for name, part in self.parts.items()}
+        self._last = {name: part.of(self.seen) for name, part in self.parts.items()}
+        for tensor in self._live.values():
+            poison_(tensor)
+        self.accept_all()
 
     def __getitem__(self, name: str) -> Tensor:
         """The live tensor."""
-        return self.parts[name].of(self.block)
+        return self._live[name]
 
     def last(self, name: str) -> Tensor:
         """The tensor as it was last accepted."""
-        return self.parts[name].of(self.seen)
+        return self._last[name]
 
     def accept_all(self) -> None:
         """Take over everything: the caller itself has written."""

@@ -25,7 +25,7 @@ class World:
 
     slots: state slots. requests: places of a batch, padding included. rows: candidate rows of one verification.
     tokens: most positions of a request, candidates included. seed: of parameters, states and operands; layout: of slots
-    and pages.
+    and pages. fresh: metadata and operands lie in new tensors at each step, not at the same addresses.
     """
 
     dims: Dims = DIMS_NANO
@@ -36,6 +36,7 @@ class World:
     tokens: int = 24
     page_size: int = 2
     layout: int = 0
+    fresh: bool = False
 
     @property
     def pages(self) -> int:

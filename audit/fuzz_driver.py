@@ -1,0 +1,407 @@
+"""Programs of a serving engine, every step held against sequential decoding and against what it may write.
+
+`Driver` is the public interface of a printed program: each method is one step and takes plain numbers. Everything
+outside a call's write set is compared bit by bit, guards and poison in free slots included; outputs, states, histories
+and KV are compared with the backend's own one-token chain where bits are claimed, with the float64 oracle within its
+derived bound where they are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from audit.engine import Engine, Request, Running, Turn
+from audit.fuzz_judge import MismatchError, StepJudge
+from audit.fuzz_sequential import Left, Sequential
+from audit.guard import Snapshot
+from audit.play import Actor
+from audit.world import Past, World
+from lumotree.backends.protocol import SHARED_OPERANDS, Batch, StepOps
+from lumotree.errors import InputError
+from lumotree.tree import Tree
+
+#: Keys of requests are any integers; a program of the fuzzer counts them up.
+Key = int
+
+
+class ProgramError(InputError):
+    """A program asks for a step that its world has no room for, or out of turn."""
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A verification that waits for its paths, and what each row must leave."""
+
+    running: Running
+    lefts: dict[Key, dict[int, Left]]
+    actors: dict[Key, Actor]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Everything that a checkpoint puts back."""
+
+    block: Tensor
+    seen: Tensor
+    ws_object: Any
+    ws: Snapshot
+    want: dict[str, Tensor]
+    requests: dict[Key, Request]
+    free: tuple[list[int], list[int]]
+    pending: Pending | None
+    deferred: frozenset[int]
+
+
+class Watched(Engine):
+    """An engine that compares its memory with what each call may write."""
+
+    deferred: frozenset[int] = frozenset()
+
+    def after_verify(self, surface: str, layer: int, batch: Batch) -> None:
+        """Outputs and, for attention, the candidates' slots; a slot with something deferred may be brought up to date,
+        which `Driver` compares afterwards."""
+        self.slab.accept(f"out.{surface}[{layer}]", slice(0, batch.rows))
+        if surface == "attention":
+            self._accept_kv([layer], batch.row_slot.long())
+        for slot in self.deferred if surface != "attention" else ():
+            self.slab.accept({"gdn": "pool.recurrent", "conv": "pool.conv"}[surface], (layer, slot))
+        self._unchanged(f"{surface}_verify of layer {layer}")
+
+    def after_publish(self, surface: str, layers: Sequence[int], running: Running, paths: Sequence[Any]) -> None:
+        """The slots of requests that accept something, and their candidates and destinations."""
+        chosen = [(t, p) for t, p in zip(running.turns, paths, strict=True) if t is not None]
+        if surface == "attention":
+            start = {t.key: self.requests[t.key].length for t, _ in chosen}
+            ends = [self.committed(t.key, range(start[t.key], start[t.key] + len(p))) for t, p in chosen]
+            self._accept_kv(list(layers), torch.cat([running.batch.row_slot.long(), *ends]))
+        name = {"gdn": "pool.recurrent", "conv": "pool.conv"}.get(surface)
+        for layer in layers if name else ():
+            for turn, path in chosen:
+                if path or self.requests[turn.key].slot in self.deferred:
+                    self.slab.accept(str(name), (layer, self.requests[turn.key].slot))
+        self._unchanged(f"{surface} publication of layers {list(layers)}")
+
+    def after_native(self, layer: int, batch: Batch) -> None:
+        """Outputs, the live slots and the committed KV slot of each token."""
+        for surface in self.surfaces:
+            self.slab.accept(f"out.{surface}[{layer}]", slice(0, batch.rows))
+        for slot in [s for s in batch.state_slot.tolist() if s >= 0]:
+            self.slab.accept("pool.recurrent", (layer, slot))
+            self.slab.accept("pool.conv", (layer, slot))
+        self._accept_kv([layer], batch.row_slot.long())
+        self._unchanged(f"native_step of layer {layer}")
+
+    def _accept_kv(self, layers: Sequence[int], at: Tensor) -> None:
+        for layer in layers:
+            self.slab.accept("cache.k", (layer, at))
+            self.slab.accept("cache.v", (layer, at))
+
+    def _unchanged(self, what: str) -> None:
+        changed = self.slab.changed()
+        if changed:
+            raise MismatchError(f"{what} wrote where it may not: {', '.join(changed)}", "untouched")
+
+
+class Driver:
+    """Runs a program. Raises MismatchError where the backend is wrong, ProgramError for a step that cannot be made."""
+
+    def __init__(self, backend: Any, world: World | None = None) -> None:
+        self.world = world or World()
+        self.engine = Watched(backend, self.world)
+        self.want = Sequential(self.engine)
+        self.judge = StepJudge(self.engine)
+        self.pending: Pending | None = None
+        self.saved: Saved | None = None
+        self.steps = 0
+        self.trees: list[Tree] = []
+
+    @property
+    def keys(self) -> list[Key]:
+        """Live requests, oldest first."""
+        return list(self.engine.requests)
+
+    def room(self, key: Key) -> int:
+        """Tokens that still fit into a request's pages."""
+        return self.world.tokens - self.engine.requests[key].length
+
+    # Requests
+
+    def admit(self, key: Key, tokens: int = 0) -> None:
+        """A request with a random past of `tokens` tokens, zeros for none."""
+        self._settle()
+        self._place(key, self.engine.draws.past(tokens, 3, key, self._count()), None)
+
+    def share(self, key: Key, donor: Key) -> None:
+        """A request that starts where another one stands, full pages used by both."""
+        self._settle()
+        self._count()
+        self._place(key, self.want.past(self.engine.requests[donor]), donor)
+
+    def _place(self, key: Key, past: Past, donor: Key | None) -> None:
+        self.engine.admit(key, past, donor)
+        request = self.engine.requests[key]
+        self.want.mirror(request.slot, self.want.where(request, 0, request.length))
+
+    def finish(self, key: Key) -> None:
+        """Free the request's slot and pages, poison in both."""
+        self._settle()
+        self._count()
+        request = self.engine.requests[key]
+        self.engine.finish(key)
+        used = {page for r in self.engine.requests.values() for page in r.pages}
+        size = self.world.page_size
+        freed = [page * size + o for page in request.pages if page not in used for o in range(size)]
+        self.want.mirror(request.slot, torch.tensor(freed, dtype=torch.int64))
+
+    def move(self, key: Key) -> None:
+        """Export a request, free its slot, and import it into another one, as a state transfer does."""
+        self._settle()
+        self._count()
+        engine, old = self.engine, self.engine.requests[key]
+        if not engine.free_slots:
+            raise ProgramError("move: expected a free state slot, got none")
+        states = [engine.export(key, layer) for layer in range(self.world.dims.layers)]
+        new = engine.free_slots.pop(0)
+        engine.free_slots.append(old.slot)
+        engine.requests[key] = replace(old, slot=new)
+        past = self.want.past(old)
+        recurrent, conv = torch.stack([s.recurrent for s in states]), torch.stack([s.conv for s in states])
+        engine.write(key, Past(recurrent, conv, past.k, past.v), skip=old.length)
+        for pool in (self.want.pools.recurrent, self.want.pools.conv):
+            pool[:, new] = pool[:, old.slot]
+        engine.poison_slot(old.slot)
+        self.want.mirror(old.slot)
+        self._states([key], "moved")
+
+    def permute(self, first: Key, second: Key, third: Key) -> None:
+        """A 3-cycle of the state slots of three requests, contents moved along."""
+        self._settle()
+        self._count()
+        engine, keys = self.engine, [first, second, third]
+        slots = [engine.requests[k].slot for k in keys]
+        target = [slots[1], slots[2], slots[0]]
+        for pools in (engine.pools, self.want.pools):
+            for pool in (pools.recurrent, pools.conv):
+                pool[:, target] = pool[:, slots].clone()
+        for key, slot in zip(keys, target, strict=True):
+            engine.requests[key] = replace(engine.requests[key], slot=slot)
+        engine.slab.accept_all()
+
+    # Cycles
+
+    def verify(
+        self,
+        trees: Mapping[Key, Sequence[int]],
+        inactive: Mapping[Key, Sequence[int]] | None = None,
+        padding: int | None = None,
+        placement: str = "scattered",
+    ) -> None:
+        """Verify trees, given by their parents, of some requests in this order.
+
+        padding: place of a padding request. placement: of candidates' KV, see `audit.engine.PLACEMENTS`. Operands of
+        inactive rows are NaN. Raises ProgramError while another verification waits for its paths.
+        """
+        if self.pending is not None:
+            raise ProgramError("verify: expected accept or rollback first, a verification is pending")
+        step = self._count()
+        made = {k: _tree(parents, (inactive or {}).get(k, ())) for k, parents in trees.items()}
+        rows = {k: _without(self.engine.draws.rows(t.n, 4, step, k), t) for k, t in made.items()}
+        for k, t in made.items():
+            if t.n > self.room(k):
+                raise ProgramError(f"verify: request {k} has room for {self.room(k)} tokens, got {t.n} rows")
+        requests = {k: self.engine.requests[k] for k in made}
+        actors = {k: Actor(self.want.past(requests[k]), t, rows[k], ()) for k, t in made.items()}
+        lefts = {k: self._walk(requests[k], actors[k]) for k in made}
+        turns: list[Turn | None] = [Turn(k, t, rows[k]) for k, t in made.items()]
+        if padding is not None:
+            turns.insert(padding, None)
+        self.trees += [Tree.make(t.parents, active=t.active, prefix_len=requests[k].length) for k, t in made.items()]
+        running = self.engine.verify(turns, placement)
+        self._flushed()
+        self.pending = Pending(running, lefts, actors)
+        for i, turn in enumerate(running.turns):
+            if turn is not None:
+                lo, hi = running.offsets[i : i + 2]
+                self.judge.outputs(turn.key, actors[turn.key], lefts[turn.key], lo, hi, step)
+
+    def accept(self, ends: Mapping[Key, int | None], apart: bool = False) -> None:
+        """Publish, for each request of the verification, the path that ends in a row, None for an empty one.
+
+        apart: one publication a layer, last layer first.
+        """
+        if self.pending is None:
+            raise ProgramError("accept: expected a verification that waits for its paths, got none")
+        self._count()
+        pending, self.pending = self.pending, None
+        paths: list[tuple[int, ...] | None] = []
+        for turn in pending.running.turns:
+            end = None if turn is None else ends[turn.key]
+            paths.append(None if turn is None or end is None else turn.tree.path(end))
+        before = {t.key: self.engine.requests[t.key] for t in pending.running.turns if t}
+        self.engine.publish(pending.running, paths, apart)
+        for turn, path in zip(pending.running.turns, paths, strict=True):
+            if turn is not None and path:
+                key, request = turn.key, before[turn.key]
+                self.want.commit(request, [pending.lefts[key][row] for row in path])
+                self._exported(key, replace(pending.actors[key], path=path), request)
+        self._states([k for k in self.keys if self.engine.requests[k].slot not in self.engine.deferred], "after accept")
+
+    def rollback(self) -> None:
+        """Drop a verification: nothing of it may remain."""
+        if self.pending is None:
+            raise ProgramError("rollback: expected a verification that waits for its paths, got none")
+        self._count()
+        pending, self.pending = self.pending, None
+        self.engine.release(pending.running)
+        self._states([k for k in self.keys if self.engine.requests[k].slot not in self.engine.deferred], "rolled back")
+
+    def prefill(self, key: Key, tokens: int) -> None:
+        """A chunk of a prompt: a chain, all of it accepted."""
+        self.verify({key: list(range(-1, tokens - 1))})
+        self.accept({key: tokens - 1})
+
+    def step(self, keys: Sequence[Key], padding: int | None = None) -> None:
+        """One token of some requests by the backend's own step, in one call; also between a verification and its
+        acceptance, for requests that have no part in it."""
+        busy = {t.key for t in self.pending.running.turns if t} if self.pending else set()
+        if busy & set(keys):
+            raise ProgramError(
+                f"step: expected requests without a pending verification, got {sorted(busy & set(keys))}"
+            )
+        if self.engine.deferred:
+            self._settle()
+        count = self._count()
+        requests = {k: self.engine.requests[k] for k in keys}
+        rows = {k: self.engine.draws.rows(1, 5, count, k) for k in keys}
+        actors = {k: Actor(self.want.past(requests[k]), _tree([-1], ()), rows[k], (0,)) for k in keys}
+        lefts = {k: self._walk(requests[k], actors[k]) for k in keys}
+        turns: list[Turn | None] = [Turn(k, actors[k].tree, rows[k]) for k in keys]
+        if padding is not None:
+            turns.insert(padding, None)
+        metadata = self._metadata_kept()
+        self.engine.native(turns)
+        for at, key in enumerate(keys):
+            self.judge.outputs(key, actors[key], lefts[key], at, at + 1, count)
+            self.want.commit(requests[key], [lefts[key][0]])
+            self._published(key, actors[key], requests[key], None)
+        metadata()
+        self._states([k for k in self.keys if k not in keys], "beside a plain step")
+
+    def _metadata_kept(self) -> Any:
+        """A pending verification's metadata is another batch's: put it back behind a plain step."""
+        if self.pending is None:
+            return lambda: None
+        names = [n for n in self.engine.slab.parts if n.startswith(("batch.", "plan."))]
+        kept = {name: self.engine.slab[name].clone() for name in names}
+
+        def restore() -> None:
+            for name, value in kept.items():
+                self.engine.slab[name].copy_(value)
+            self.engine.slab.accept_all()
+
+        return restore
+
+    # Checkpoints
+
+    def save(self) -> None:
+        """Remember everything, a pending verification included."""
+        e, w = self.engine, self.want.pools.tensors()
+        self.saved = Saved(
+            e.slab.block.clone(), e.slab.seen.clone(), e.ws, Snapshot(e.ws), {k: v.clone() for k, v in w.items()},
+            dict(e.requests), (list(e.free_slots), list(e._pages)), self.pending, e.deferred,
+        )  # fmt: skip
+
+    def restore(self) -> None:
+        """Back to the checkpoint: pools and workspace are put back in place."""
+        if self.saved is None:
+            raise ProgramError("restore: expected a checkpoint, got none")
+        self._count()
+        e, s = self.engine, self.saved
+        e.slab.block.copy_(s.block)
+        e.slab.seen.copy_(s.seen)
+        e.ws = s.ws_object
+        s.ws.restore()
+        for name, tensor in self.want.pools.tensors().items():
+            tensor.copy_(s.want[name])
+        e.requests, e.free_slots, e._pages = dict(s.requests), list(s.free[0]), list(s.free[1])
+        self.pending, e.deferred = s.pending, s.deferred
+
+    # Comparison
+
+    def _count(self) -> int:
+        self.steps += 1
+        return self.steps
+
+    def _walk(self, request: Request, actor: Actor) -> dict[int, Left]:
+        try:
+            return self.want.walk(request, actor)
+        except AssertionError as damage:
+            raise MismatchError(str(damage), "untouched") from None
+
+    def _exported(self, key: Key, actor: Actor, request: Request) -> None:
+        """A request's state after publication, whether it is in the pool already or deferred."""
+        e, slot, layers = self.engine, request.slot, range(self.world.dims.layers)
+        kept = Snapshot([e.pools.recurrent, e.pools.conv])
+        kept_ws = Snapshot(e.ws)
+        states = [e.export(key, layer) for layer in layers]
+        if kept.changed() or any(self.judge.raw_differs(slot, n, s) for n, s in enumerate(states)):
+            kept.restore()
+            kept_ws.restore()
+            e.deferred = e.deferred | {slot}
+        self._published(key, actor, request, states)
+        e.slab.accept_all()
+
+    def _published(self, key: Key, actor: Actor, before: Request, states: Any) -> None:
+        """State, history and KV of one request against the reference, which follows where only bounds are claimed."""
+        e, layers = self.engine, range(self.world.dims.layers)
+        states = [e.export(key, layer) for layer in layers] if states is None else states
+        self.judge.published(key, actor, self.want, before, states, self.steps)
+
+    def _states(self, keys: Sequence[Key], what: str) -> None:
+        """Requests that had no part in a step hold what they held."""
+        for key in keys:
+            self.judge.held(key, self.want, what)
+
+    def _flushed(self) -> None:
+        """Whatever a verification has brought up to date is what the export said; the rest stays deferred."""
+        e = self.engine
+        for key, request in e.requests.items():
+            if request.slot in e.deferred and self.judge.is_held(key, self.want):
+                e.deferred = e.deferred - {request.slot}
+
+    def _settle(self) -> None:
+        """An engine that is about to move or overwrite states has everything deferred applied and starts a new
+        workspace: the protocol has no other way to tell a backend."""
+        if self.pending is not None:
+            raise ProgramError("expected accept or rollback first, a verification is pending")
+        e = self.engine
+        if not e.deferred:
+            return
+        for key, request in list(e.requests.items()):
+            states = [e.export(key, layer) for layer in range(self.world.dims.layers)]
+            past = Past(torch.stack([s.recurrent for s in states]), torch.stack([s.conv for s in states]),
+                        *(torch.zeros(len(states), request.length, 0) for _ in range(2)))  # fmt: skip
+            e.write_state(request.slot, past)
+        e.ws = e.workspace()
+        e.deferred = frozenset()
+        e.slab.accept_all()
+        self._states(self.keys, "once everything deferred was applied")
+
+
+def _tree(parents: Sequence[int], inactive: Sequence[int]) -> Tree:
+    return Tree.make(parents, active=[row not in inactive for row in range(len(parents))])
+
+
+def _without(rows: list[StepOps], tree: Tree) -> list[StepOps]:
+    """The operands with NaN in those of inactive rows, which must not matter."""
+    off = [row for row in range(tree.n) if not tree.active[row]]
+    for part in (part for ops in rows if off for part in vars(ops).values()):
+        for name, value in vars(part).items():
+            if name not in SHARED_OPERANDS:
+                value[off] = torch.nan
+    return rows

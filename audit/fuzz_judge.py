@@ -1,0 +1,149 @@
+"""Holds one step of a program against sequential decoding or, where only an algebra is claimed, against the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from audit.distance import differing_mask, ratios, same_bits
+from audit.engine import Engine, Request
+from audit.play import Actor, Bounded, Oracle, oracle_of
+from audit.truth import canonical
+from lumotree.state import State, canonical_state
+
+if TYPE_CHECKING:
+    from audit.fuzz_sequential import Left, Sequential
+
+
+class MismatchError(AssertionError):
+    """A backend is wrong at a step of a program. surface: gdn, conv, attention, or "untouched" for a stray write."""
+
+    def __init__(self, message: str, surface: str) -> None:
+        super().__init__(message)
+        self.surface = surface
+
+
+class StepJudge:
+    """Compares what a step computed and left. The oracle is asked where bits are not claimed, and now and then where
+    they are: a chain that is wrong in the same way as the tree agrees with it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.contract = engine, engine.contract
+        self._turn = engine.world.seed % 3 + 1
+        self.compared = 0
+
+    def _claims(self, surface: str) -> bool:
+        return bool(self.contract.claim(surface) == "bitwise")
+
+    def _oracles(self, actor: Actor, step: int) -> list[Oracle] | None:
+        if all(map(self._claims, self.engine.surfaces)) and step != self._turn:
+            return None
+        layers = range(self.engine.world.dims.layers)
+        return [oracle_of(actor, self.contract, layer, self.engine.surfaces) for layer in layers]
+
+    def outputs(self, key: int, actor: Actor, left: Mapping[int, Left], lo: int, hi: int, step: int) -> None:
+        """Outputs lo..hi-1 of the batch are those of one request's rows, inactive ones unread."""
+        oracles = self._oracles(actor, step)
+        for layer, outs in enumerate(self.engine.out):
+            for surface in self.engine.surfaces:
+                got = outs[surface][lo:hi]
+                for row in actor.tree.active_rows:
+                    where = f"{surface} output of request {key}, layer {layer}, row {row}"
+                    if self._claims(surface):
+                        self._same(where, surface, got[row], left[row].out[layer][surface])
+                    if oracles is not None:
+                        self._within(where, surface, got[row], oracles[layer].out[surface][row])
+
+    def published(
+        self, key: int, actor: Actor, want: Sequential, before: Request, states: Sequence[State], step: int
+    ) -> None:
+        """What a request was left with after its actor's path; the reference takes over what is only bounded."""
+        at = want.where(before, before.length, before.length + len(actor.path))
+        oracles = self._oracles(actor, step)
+        for layer, state in enumerate(states):
+            where = f"of request {key}, layer {layer}, after {len(actor.path)} tokens"
+            if "gdn" in self.engine.surfaces:
+                self._recurrent(f"state {where}", want, before.slot, layer, state, oracles, actor)
+            if "conv" in self.engine.surfaces:
+                self._same(f"history {where}", "conv", state.conv, want.pools.conv[layer, before.slot])
+            if "attention" in self.engine.surfaces:
+                self._kv(where, want, layer, at, oracles, actor)
+
+    def _recurrent(
+        self, where: str, want: Sequential, slot: int, layer: int, state: State, oracles: list[Oracle] | None,
+        actor: Actor,
+    ) -> None:  # fmt: skip
+        held = canonical(want.pools.recurrent[layer, slot], self.contract).contiguous()
+        if self._claims("gdn"):
+            self._same(where, "gdn", state.recurrent, held)
+        if oracles is not None:
+            value, bound = oracles[layer].state[actor.path[-1]]
+            error = torch.linalg.vector_norm(state.recurrent.double() - value, dim=-1)
+            self._ratio(where, "gdn", ratios(error, bound))
+        if not self._claims("gdn"):
+            kept = state.recurrent.mT if self.contract.layout == "KV" else state.recurrent
+            want.pools.recurrent[layer, slot] = kept.to(self.contract.state_dtype)
+
+    def _kv(
+        self, where: str, want: Sequential, layer: int, at: Tensor, oracles: list[Oracle] | None, actor: Actor
+    ) -> None:
+        live = self.engine.pools.cache
+        if self._claims("attention"):
+            self._same(f"keys {where}", "attention", live.k[layer, at], want.pools.cache.k[layer, at])
+        for i, row in enumerate(actor.path if oracles is not None else ()):
+            assert oracles is not None
+            self._within(f"key {i} {where}", "attention", live.k[layer, at[i]], oracles[layer].keys[row])
+        if not self._claims("attention"):
+            want.pools.cache.k[layer, at] = live.k[layer, at]
+        self._same(f"values {where}", "attention", live.v[layer, at], want.pools.cache.v[layer, at])
+
+    def held(self, key: int, want: Sequential, what: str) -> None:
+        """A request's state and KV are still what they were."""
+        e, request = self.engine, self.engine.requests[key]
+        at = want.where(request, 0, request.length)
+        for name, surface, now, then in (
+            ("state", "gdn", e.pools.recurrent[:, request.slot], want.pools.recurrent[:, request.slot]),
+            ("history", "conv", e.pools.conv[:, request.slot], want.pools.conv[:, request.slot]),
+            ("keys", "attention", e.pools.cache.k[:, at], want.pools.cache.k[:, at]),
+            ("values", "attention", e.pools.cache.v[:, at], want.pools.cache.v[:, at]),
+        ):
+            if surface in e.surfaces:
+                self._same(f"{name} of request {key}, {what},", surface, now, then)
+
+    def is_held(self, key: int, want: Sequential) -> bool:
+        """Whether the pools hold what a request must have."""
+        request, live = self.engine.requests[key], self.engine.pools
+        pairs = ((live.recurrent, want.pools.recurrent), (live.conv, want.pools.conv))
+        return all(same_bits(a[:, request.slot], b[:, request.slot]) for a, b in pairs)
+
+    def raw_differs(self, slot: int, layer: int, state: State) -> bool:
+        """Whether the pool holds something else than was exported."""
+        raw = canonical_state(self.engine.pools, self.contract, slot, layer)
+        return not (same_bits(raw.recurrent, state.recurrent) and same_bits(raw.conv, state.conv))
+
+    def _same(self, where: str, surface: str, got: Tensor, want: Tensor) -> None:
+        self.compared += 1
+        if self.contract.zeros == "unsigned" and surface == "gdn":
+            got, want = got + 0.0, want + 0.0
+        if not same_bits(got, want):
+            at = tuple(differing_mask(got, want).nonzero()[0].tolist())
+            raise MismatchError(f"{where} differs from sequential decoding: element {list(at)} is {_number(got[at])}, "
+                           f"expected {_number(want[at])}", surface)  # fmt: skip
+
+    def _within(self, where: str, surface: str, got: Tensor, oracle: Bounded) -> None:
+        value, bound = oracle
+        self._ratio(where, surface, ratios(got.double() - value, bound))
+
+    def _ratio(self, where: str, surface: str, ratio: Tensor) -> None:
+        self.compared += 1
+        if not float(ratio.max()) <= 1:
+            raise MismatchError(
+                f"{where} is {float(ratio.max()):.3g} derived bounds away from the float64 oracle", surface
+            )
+
+
+def _number(x: Tensor) -> str:
+    return repr(float(x))
