@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -33,7 +34,12 @@ class StepJudge:
     def __init__(self, engine: Engine) -> None:
         self.engine, self.contract = engine, engine.contract
         self._turn = engine.world.seed % 3 + 1
-        self.compared = 0
+        self.by: Counter[str] = Counter()
+
+    @property
+    def compared(self) -> int:
+        """Comparisons so far, of all surfaces."""
+        return self.by.total()
 
     def _claims(self, surface: str) -> bool:
         return bool(self.contract.claim(surface) == "bitwise")
@@ -125,7 +131,7 @@ class StepJudge:
         return not (same_bits(raw.recurrent, state.recurrent) and same_bits(raw.conv, state.conv))
 
     def _same(self, where: str, surface: str, got: Tensor, want: Tensor) -> None:
-        self.compared += 1
+        self.by[surface] += 1
         if self.contract.zeros == "unsigned" and surface == "gdn":
             got, want = got + 0.0, want + 0.0
         if not same_bits(got, want):
@@ -138,7 +144,7 @@ class StepJudge:
         self._ratio(where, surface, ratios(got.double() - value, bound))
 
     def _ratio(self, where: str, surface: str, ratio: Tensor) -> None:
-        self.compared += 1
+        self.by[surface] += 1
         if not float(ratio.max()) <= 1:
             raise MismatchError(
                 f"{where} is {float(ratio.max()):.3g} derived bounds away from the float64 oracle", surface
