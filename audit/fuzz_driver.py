@@ -104,16 +104,18 @@ class Watched(Engine):
     def _unchanged(self, what: str) -> None:
         changed = self.slab.changed()
         if changed:
-            raise MismatchError(f"{what} wrote where it may not: {', '.join(changed)}", "untouched")
+            raise MismatchError(f"{what} wrote where it may not: {', '.join(changed)}", "stray")
 
 
 class Driver:
     """Runs a program. Raises MismatchError where the backend is wrong, ProgramError for a step that cannot be made."""
 
-    def __init__(self, backend: Any, world: World | None = None) -> None:
+    def __init__(self, backend: Any, world: World | None = None, reference: Any = None) -> None:
+        """reference: the instance whose one-token step is the reference, so that neither sees what the other keeps
+        outside its workspace; the backend itself unless given."""
         self.world = world or World()
         self.engine = Watched(backend, self.world)
-        self.want = Sequential(self.engine)
+        self.want = Sequential(self.engine, backend if reference is None else reference)
         self.judge = StepJudge(self.engine)
         self.pending: Pending | None = None
         self.saved: Saved | None = None
@@ -341,7 +343,7 @@ class Driver:
         try:
             return self.want.walk(request, actor)
         except AssertionError as damage:
-            raise MismatchError(str(damage), "untouched") from None
+            raise MismatchError(str(damage), "stray") from None
 
     def _exported(self, key: Key, actor: Actor, request: Request) -> None:
         """A request's state after publication, whether it is in the pool already or deferred."""

@@ -88,7 +88,7 @@ class Programs(RuleBasedStateMachine):
         dims = replace(self.dims, layers=layers)
         world = World(dims, seed, rows=LIVE * (BRANCHES + 1), page_size=page_size, fresh=fresh)
         self.program = Program(world)
-        self.driver = Driver(self.backend, world)
+        self.driver = Driver(self.backend, world, type(self).make_backend())
         for length in tokens[:count]:
             self._admit(length)
 

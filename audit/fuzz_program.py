@@ -24,9 +24,9 @@ class Program:
     failure: str = ""
     surface: str = ""
 
-    def run(self, backend: Any) -> MismatchError | None:
+    def run(self, backend: Any, reference: Any = None) -> MismatchError | None:
         """Run every step on a fresh driver; what went wrong, or None."""
-        driver = Driver(backend, self.world)
+        driver = Driver(backend, self.world, reference)
         try:
             for name, args, kwargs in self.steps:
                 make(driver, name, args, kwargs)
@@ -36,7 +36,8 @@ class Program:
 
     def code(self, spec: str) -> str:
         """A script that shows the failure with an exit code of 1, and prints a line when there is none."""
-        lines = [f"d = Driver(load_backend({spec!r}), {self._world()})"]
+        lines = [f"kernel, reference = load_backend({spec!r}), load_backend({spec!r})"]
+        lines.append(f"d = Driver(kernel, {self._world()}, reference)")
         for name, args, kwargs in self.steps:
             words = [repr(a) for a in args] + [f"{k}={v!r}" for k, v in kwargs.items()]
             lines.append(f"d.{name}({', '.join(words)})")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,6 +41,7 @@ class Sequential:
     """
 
     engine: Engine
+    backend: Any
     pools: Pools = field(init=False)
 
     def __post_init__(self) -> None:
@@ -110,7 +112,7 @@ class Sequential:
         for layer, part in enumerate(ops):
             own = StepOps(**{s: getattr(part, s) for s in engine.surfaces})
             out = {s: poison_(torch.empty_like(o[:1])) for s, o in engine.out[layer].items()}
-            call(engine.backend, "native_step", engine.where, own, self.pools, batch, StepOut(**out), layer)
+            call(self.backend, "native_step", engine.where, own, self.pools, batch, StepOut(**out), layer)
             outs.append({s: o[0] for s, o in out.items()})
         at, slot = int(batch.row_slot[0]), request.slot
         k, v = self.pools.cache.k[:, at].clone(), self.pools.cache.v[:, at].clone()

@@ -36,6 +36,7 @@ _MERGED = (
     (".paired.", "same coins as the rule"),
     (".walks.", "walks, all steps"),
     (".greedy.", "greedy answers, all steps"),
+    (".relation.", "metamorphic relations"),
 )
 
 _STYLES = {"pass": "green", "fail": "bold red", "inconclusive": "bold yellow", "info": "dim"}

@@ -1,0 +1,84 @@
+"""`lumotree-audit fuzz`: arguments, and what they start."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from typing import Any
+
+
+def register(commands: Any) -> None:
+    """Add the command to the parser of `lumotree-audit`; `run` is called with the parsed arguments and the command."""
+    sub = commands.add_parser("fuzz", help="many-step programs and metamorphic relations on a backend")
+    sub.add_argument("--backend", default="torch", help="built-in name, entry point, or module:object")
+    length = sub.add_mutually_exclusive_group()
+    length.add_argument("--examples", type=_count, default=300, metavar="N", help="programs to draw (default 300)")
+    length.add_argument("--minutes", type=_minutes, default=None, metavar="M", help="draw programs for so long instead")
+    sub.add_argument("--shape", default="nano", help="nano (default) or micro")
+    sub.add_argument("--seed", type=_seed, default=1, help="seed of every draw (default 1)")
+    sub.add_argument("--database", default=".lumotree/fuzz", metavar="DIR", help="stored failures, replayed first "
+                     "(default .lumotree/fuzz)")  # fmt: skip
+    sub.add_argument("--relation", action="append", default=[], metavar="NAME", help="this metamorphic relation alone "
+                     "(repeatable)")  # fmt: skip
+    sub.add_argument("--script", default=None, metavar="FILE", help="write the smallest failing program there as well")
+    sub.add_argument("--report", default=None, metavar="DIR", help="write report.json, junit.xml, summary.md there")
+    sub.set_defaults(run=run)
+
+
+def _count(text: str) -> int:
+    return _integer(text, 1)
+
+
+def _seed(text: str) -> int:
+    return _integer(text, 0)
+
+
+def _integer(text: str, least: int) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"expected an integer >= {least}, got {text!r}")
+    return int(text)
+
+
+def _minutes(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected minutes > 0, got {text!r}")
+    return value
+
+
+def run(args: argparse.Namespace, command: str) -> int:
+    """Run the command and return its exit code. Raises InputError."""
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from audit.fuzz import FuzzOptions, fuzz
+    from audit.render import check_writable, write_report
+    from audit.render.terminal import print_report
+    from lumotree.errors import InputError
+
+    if args.report:
+        check_writable(args.report)
+    options = FuzzOptions(
+        args.backend, args.examples, args.minutes, args.shape, args.seed, args.database, tuple(args.relation), command
+    )
+    result = fuzz(options)
+    out = Console()
+    if result.code:
+        out.print("the smallest failing program:\n", highlight=False)
+        out.print(result.code, markup=False, highlight=False, soft_wrap=True)
+    if result.code and args.script:
+        try:
+            Path(args.script).write_text(result.code)
+        except OSError as cause:
+            raise InputError(f"--script {args.script}: expected a file that can be written, found: {cause}") from cause
+    if result.rate:
+        clock, cpu = result.rate
+        out.print(f"{clock:.0f} programs a second, {cpu:.0f} a second of processor time", highlight=False)
+    if args.report:
+        write_report(result.report, args.report)
+    print_report(result.report)
+    return result.report.exit_code
