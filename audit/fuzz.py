@@ -27,6 +27,7 @@ from audit.files import probe_writable
 from audit.fuzz_judge import MismatchError
 from audit.fuzz_machine import Ledger, machine
 from audit.fuzz_program import Program
+from audit.fuzz_shrink import shrunk
 from audit.metamorphic import RELATIONS
 from audit.render.progress import Progress
 from audit.report import Check, Control, Finding, Report, decide
@@ -115,8 +116,10 @@ def hunt(
         failed = True
     except Flaky:
         failed, flaky = True, True
-    spent = time.perf_counter() - clock, time.process_time() - cpu
-    return Hunt(ledger, *spent, ledger.failed if failed else None, flaky)
+    smallest = ledger.failed if failed else None
+    if smallest is not None and shrink and not flaky:
+        smallest = shrunk(smallest, make)
+    return Hunt(ledger, time.perf_counter() - clock, time.process_time() - cpu, smallest, flaky)
 
 
 @contextmanager

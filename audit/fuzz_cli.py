@@ -55,6 +55,7 @@ def run(args: argparse.Namespace, command: str) -> int:
 
     from rich.console import Console
 
+    from audit.files import probe_writable
     from audit.fuzz import FuzzOptions, fuzz
     from audit.render import check_writable, write_report
     from audit.render.terminal import print_report
@@ -62,6 +63,11 @@ def run(args: argparse.Namespace, command: str) -> int:
 
     if args.report:
         check_writable(args.report)
+    if args.script:
+        try:
+            probe_writable(Path(args.script).resolve().parent)
+        except OSError as cause:
+            raise InputError(f"--script {args.script}: expected a file that can be written, found: {cause}") from cause
     options = FuzzOptions(
         args.backend, args.examples, args.minutes, args.shape, args.seed, args.database, tuple(args.relation), command
     )
@@ -71,10 +77,7 @@ def run(args: argparse.Namespace, command: str) -> int:
         out.print("the smallest failing program:\n", highlight=False)
         out.print(result.code, markup=False, highlight=False, soft_wrap=True)
     if result.code and args.script:
-        try:
-            Path(args.script).write_text(result.code)
-        except OSError as cause:
-            raise InputError(f"--script {args.script}: expected a file that can be written, found: {cause}") from cause
+        Path(args.script).write_text(result.code)
     if result.rate:
         clock, cpu = result.rate
         out.print(f"{clock:.0f} programs a second, {cpu:.0f} a second of processor time", highlight=False)

@@ -232,7 +232,8 @@ class Driver:
                 self.judge.outputs(turn.key, actors[turn.key], lefts[turn.key], lo, hi, step)
 
     def accept(self, ends: Mapping[Key, int | None], apart: bool = False) -> None:
-        """Publish, for each request of the verification, the path that ends in a row, None for an empty one.
+        """Publish, for each request of the verification, the path that ends in a row (0 if none is named), None for an
+        empty one.
 
         apart: one publication a layer, last layer first.
         """
@@ -242,7 +243,7 @@ class Driver:
         pending, self.pending = self.pending, None
         paths: list[tuple[int, ...] | None] = []
         for turn in pending.running.turns:
-            end = None if turn is None else ends[turn.key]
+            end = None if turn is None else ends.get(turn.key, 0)
             paths.append(None if turn is None or end is None else turn.tree.path(end))
         before = {t.key: self.engine.requests[t.key] for t in pending.running.turns if t}
         self.engine.publish(pending.running, paths, apart)

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 
 class MismatchError(AssertionError):
-    """A backend is wrong at a step of a program. surface: gdn, conv, attention, "stray" for a write where none may be, "refused"."""
+    """A backend is wrong at a step of a program.
+
+    surface: gdn, conv, attention, "stray" for a write where none may be, or "refused".
+    """
 
     def __init__(self, message: str, surface: str) -> None:
         super().__init__(message)

@@ -32,6 +32,8 @@ _ENDS = st.tuples(*[st.integers(0, 7)] * LIVE)
 _MASK = st.sampled_from([1, 7, 3, 7, 5, 6, 7, 2])
 #: 0: no padding request; else one at place n - 1.
 _PADDING = st.sampled_from([0, 0, 1, 2, 3])
+#: Fills up a shape that is to have as many rows as another one.
+_FILL = [2, 0, 1, 3, 0]
 _OVERLAP = st.sampled_from(["inplace", "shuffled"])
 
 
@@ -137,7 +139,7 @@ class Programs(RuleBasedStateMachine):
         trees, inactive = {}, {}
         *drawn, alike = shapes
         for key, shape in zip(keys, drawn, strict=False):
-            shape = (shape + drawn[0])[: len(drawn[0])] if alike else shape
+            shape = (shape + _FILL)[: len(drawn[0])] if alike else shape
             shape = shape if self.contract.trees else [0] * len(shape)
             room = min(self.driver.room(key), self.contract.max_rows)
             trees[key], off = tree_of(shape, room)

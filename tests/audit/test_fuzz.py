@@ -1,0 +1,372 @@
+"""Programs find what single calls do not, shrink it, print it as code that runs, keep it, and doubt their own green."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from audit import cli
+from audit import fuzz as fuzzing
+from audit.fuzz import FuzzOptions, fuzz, hunt, inject, programs_per_second
+from audit.fuzz_driver import Driver, ProgramError
+from audit.fuzz_judge import MismatchError
+from audit.fuzz_machine import tree_of
+from audit.fuzz_program import Program
+from audit.world import DIMS_NANO, World
+from faults import CATALOGUE
+from lumotree.backends.loader import load_backend
+from lumotree.backends.protocol import Accepted, Batch
+from lumotree.backends.reference import ReferenceBackend, RowMath
+from lumotree.backends.torch_backend import TorchBackend
+from lumotree.contract import Contract
+from lumotree.errors import InputError, PathError
+from lumotree.reference.gdn import gdn_step
+from lumotree.tree import Tree
+
+BUILTIN = ["torch", "reference", "bank", "split_k", "sqrt_norm", "kv_layout", "wy"]
+ROOT = Path(__file__).parents[2]
+
+#: A module as a user has it: right at the first publication of a request, one row short at every later one.
+BROKEN = """
+from dataclasses import replace
+from lumotree.backends.torch_backend import TorchBackend
+
+class Kernel(TorchBackend):
+    def conv_publish(self, pool, batch, accepted, ws, layers):
+        late = (batch.prefix_len >= 2) & (accepted.length > 1)
+        super().conv_publish(pool, batch, replace(accepted, length=accepted.length - late.int()), ws, layers)
+"""
+
+
+def full_program(d: Driver) -> None:
+    """Every kind of step once."""
+    d.admit(0, 3)
+    d.admit(1, 0)
+    d.verify({1: [-1, 0, 0], 0: [-1, 0, 0, 1]}, inactive={0: [2]}, padding=1)
+    d.accept({0: 3, 1: 2})
+    d.step([0, 1], padding=0)
+    d.share(2, 0)
+    d.verify({1: [-1, 0, 0], 0: [-1, 0, 0, 1]}, placement="shuffled")
+    d.save()
+    d.step([2])
+    d.rollback()
+    d.permute(0, 1, 2)
+    d.move(1)
+    d.finish(0)
+    d.admit(3, 2)
+    d.prefill(3, 4)
+    d.restore()
+    d.accept({0: 3, 1: 0}, apart=True)
+
+
+class Deferred(TorchBackend):
+    """States and histories are published when the next verification or an export asks for them."""
+
+    def allocate(self, dims: Any, limits: Any, device: Any) -> dict[str, Any]:
+        return {"inner": super().allocate(dims, limits, device), "due": {}}
+
+    def flush(self, pool: Any, ws: Any, layer: int, name: str) -> None:
+        for batch, accepted in ws["due"].pop((name, layer), []):
+            getattr(super(), name)(pool, batch, accepted, ws["inner"], [layer])
+
+    def defer(self, pool: Any, batch: Batch, accepted: Accepted, ws: Any, layers: Any, name: str) -> None:
+        for layer in layers:
+            self.flush(pool, ws, layer, name)
+            ws["due"][name, layer] = [(copy.deepcopy(batch), copy.deepcopy(accepted))]
+
+    def gdn_verify(self, ops: Any, pool: Any, batch: Batch, ws: Any, out: Tensor, layer: int) -> None:
+        self.flush(pool, ws, layer, "gdn_publish")
+        super().gdn_verify(ops, pool, batch, ws["inner"], out, layer)
+
+    def conv_verify(self, ops: Any, pool: Any, batch: Batch, ws: Any, out: Tensor, layer: int) -> None:
+        self.flush(pool, ws, layer, "conv_publish")
+        super().conv_verify(ops, pool, batch, ws["inner"], out, layer)
+
+    def attention_verify(self, ops: Any, cache: Any, batch: Batch, ws: Any, out: Tensor, layer: int) -> None:
+        super().attention_verify(ops, cache, batch, ws["inner"], out, layer)
+
+    def gdn_publish(self, *args: Any) -> None:
+        self.defer(*args, "gdn_publish")
+
+    def conv_publish(self, *args: Any) -> None:
+        self.defer(*args, "conv_publish")
+
+    def kv_publish(self, cache: Any, batch: Batch, accepted: Accepted, ws: Any, layers: Any) -> None:
+        super().kv_publish(cache, batch, accepted, ws["inner"], layers)
+
+    def export(self, pools: Any, ws: Any, slot: int, layer: int) -> Any:
+        self.flush(pools.recurrent, ws, layer, "gdn_publish")
+        self.flush(pools.conv, ws, layer, "conv_publish")
+        return super().export(pools, ws, slot, layer)
+
+
+class DeferredForgets(Deferred):
+    """A verification drops what was deferred; an export does not."""
+
+    def gdn_verify(self, ops: Any, pool: Any, batch: Batch, ws: Any, out: Tensor, layer: int) -> None:
+        ws["due"].pop(("gdn_publish", layer), None)
+        super().gdn_verify(ops, pool, batch, ws, out, layer)
+
+
+@pytest.mark.parametrize("name", BUILTIN)
+def test_every_kind_of_step_agrees_on_built_in_backends(name: str) -> None:
+    for world in (World(), World(seed=1, page_size=1, fresh=True), World(replace(DIMS_NANO, layers=2), 2, page_size=4)):
+        d = Driver(load_backend(name), world)
+        full_program(d)
+        assert d.judge.compared > 100 and {*d.judge.by} == {"gdn", "conv", "attention"}
+
+
+@pytest.mark.parametrize("name", BUILTIN)
+def test_drawn_programs_agree_on_built_in_backends(name: str) -> None:
+    result = hunt(lambda: load_backend(name), DIMS_NANO, 5, 15)
+    assert result.failed is None and result.ledger.compared > 300
+
+
+@pytest.mark.slow
+def test_a_program_agrees_on_triton() -> None:
+    d = Driver(load_backend("triton"), World(seed=3))
+    d.admit(0, 3)
+    d.admit(1, 0)
+    d.verify({1: [-1, 0], 0: [-1, 0, 0]}, inactive={0: [2]}, padding=1)
+    d.accept({0: 1, 1: None})
+    d.step([0, 1], padding=0)
+    d.verify({0: [-1, 0]}, placement="shuffled")
+    d.rollback()
+
+
+@pytest.mark.parametrize(
+    "contract",
+    [Contract(beta="bf16", norm="bf16"), Contract(state_dtype=torch.bfloat16, carry="bf16"), Contract(layout="KV")],
+    ids=["bf16 gates", "bf16 state", "layout"],
+)
+def test_declared_variants_agree(contract: Contract) -> None:
+    full_program(Driver(ReferenceBackend(contract), World(seed=4)))
+
+
+def test_a_deferred_publication_is_legal_and_its_next_verification_must_apply_it() -> None:
+    d = Driver(Deferred(), World(seed=6))
+    d.admit(0, 2)
+    d.prefill(0, 2)
+    assert d.engine.deferred
+    d.verify({0: [-1, 0, 0]})
+    assert not d.engine.deferred
+    d.accept({0: 2})
+    d.move(0)
+    full = Driver(Deferred(), World(seed=7))
+    full.admit(5, 1)
+    full.prefill(5, 3)
+    full.step([5])
+    assert hunt(Deferred, DIMS_NANO, 1, 20).failed is None
+    wrong = Driver(DeferredForgets(), World(seed=6))
+    wrong.admit(0, 2)
+    wrong.prefill(0, 2)
+    with pytest.raises(MismatchError, match="gdn output of request 0"):
+        wrong.verify({0: [-1, 0, 0]})
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "wrong_parent.gdn",
+        "sibling_published.attention",
+        "own_copy_trusted.gdn",
+        "plain_step_reads_old.conv",
+        "length_before_plain_step.attention",
+        "length_of_cycle_before.conv",
+        "first_batch_kept.attention",
+    ],
+)
+def test_a_known_fault_is_found_within_the_programs_of_a_control(fault: str) -> None:
+    control = inject(CATALOGUE[fault], "torch", DIMS_NANO, 1)
+    assert control is not None and control.detected and control.as_expected
+    assert control.by is not None and control.by.split(".")[0] in (CATALOGUE[fault].surface, "stray")
+
+
+class Writes(TorchBackend):
+    """Publication of a KV row rewrites the whole page it lies in from a stale copy."""
+
+    def kv_publish(self, cache: Any, batch: Batch, accepted: Accepted, ws: Any, layers: Any) -> None:
+        super().kv_publish(cache, batch, accepted, ws, layers)
+        cache.v[:, int(batch.page_table.max()) * batch.page_size] = 0
+
+
+def test_a_stray_write_is_named_with_the_call_that_made_it() -> None:
+    with pytest.raises(MismatchError, match=r"attention publication of layers \[0\] wrote where it may not: cache.v"):
+        full_program(Driver(Writes()))
+
+
+class Beyond(TorchBackend):
+    """Writes one output row more than there are."""
+
+    def conv_verify(self, ops: Any, pool: Any, batch: Batch, ws: Any, out: Tensor, layer: int) -> None:
+        super().conv_verify(ops, pool, batch, ws, out, layer)
+        out.as_strided((out.numel() + 1,), (1,))[-1] = 0
+
+
+def test_a_write_behind_the_outputs_is_seen() -> None:
+    with pytest.raises(MismatchError, match=r"conv_verify of layer 0 wrote where it may not: out.conv\[0\]"):
+        full_program(Driver(Beyond()))
+
+
+def test_a_chain_that_is_wrong_like_the_tree_is_held_against_float64() -> None:
+    """Tree and chain share the wrong gate: only the oracle can tell."""
+
+    def step(R: Tensor, row: Any, contract: Contract) -> tuple[Tensor, Tensor]:
+        return gdn_step(R, replace(row, dt_bias=row.dt_bias + 0.05), contract)
+
+    found = hunt(lambda: ReferenceBackend(math=RowMath(gdn_step=step)), DIMS_NANO, 1, 60, shrink=False).failed
+    assert found is not None and "derived bounds away from the float64 oracle" in found.failure
+
+
+class Refuses(TorchBackend):
+    def gdn_publish(self, pool: Any, batch: Batch, accepted: Accepted, ws: Any, layers: Any) -> None:
+        if int(accepted.length.max()) > 2:
+            raise PathError("no more than two rows")
+        super().gdn_publish(pool, batch, accepted, ws, layers)
+
+
+def test_a_legal_step_that_is_refused_is_a_finding_that_shrinks_to_its_smallest_path() -> None:
+    found = hunt(Refuses, DIMS_NANO, 1, 60).failed
+    assert found is not None and found.surface == "refused" and "no more than two rows" in found.failure
+    assert len(found.steps) == 2 and found.steps[-1][0] in ("prefill", "accept")
+    assert found.run(Refuses()) is not None and found.run(TorchBackend()) is None
+
+
+@pytest.fixture
+def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a user's broken kernel in it, the working directory; two controls, as they are not the point."""
+    (tmp_path / "fuzz_broken_kernel.py").write_text(BROKEN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    few = [CATALOGUE["wrong_parent.gdn"], CATALOGUE["own_copy_trusted.gdn"]]
+    monkeypatch.setattr(fuzzing, "control_faults", lambda surfaces: few)
+    return tmp_path
+
+
+def _script(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
+    (folder / "smallest.py").write_text(code)
+    env = {"PYTHONPATH": f"{ROOT}:{folder}", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin"}
+    return subprocess.run([sys.executable, "smallest.py"], cwd=folder, capture_output=True, text=True, env=env)
+
+
+def test_a_failure_shrinks_prints_code_that_runs_and_is_replayed_first(
+    broken: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["fuzz", "--backend", "fuzz_broken_kernel:Kernel", "--examples", "100", "--script", "smallest.txt"]
+    assert cli.main([*words, "--report", "out"]) == 1
+    printed = capsys.readouterr().out
+    code = (broken / "smallest.txt").read_text()
+    assert code in printed
+    assert len([line for line in code.splitlines() if line.startswith("d.")]) <= 3
+    done = _script(broken, code)
+    assert done.returncode == 1 and "MismatchError: history of request 0" in done.stderr
+    right = _script(broken, code.replace("fuzz_broken_kernel:Kernel", "torch"))
+    assert right.returncode == 0 and right.stdout == "every step agrees with sequential decoding\n"
+    assert (broken / "out" / "report.json").exists() and (broken / ".lumotree" / "fuzz").is_dir()
+    again = fuzz(FuzzOptions("fuzz_broken_kernel:Kernel", examples=1, seed=99))
+    assert again.report.verdict == "FAIL" and again.code == code
+    assert again.report.findings[0].check == "conv.programs"
+
+
+def test_a_run_that_misses_a_control_is_inconclusive(broken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fuzzing, "CONTROL_PROGRAMS", 1)
+    report = fuzz(FuzzOptions(examples=5)).report
+    assert report.verdict == "INCONCLUSIVE" and report.exit_code == 3
+    assert "control own_copy_trusted.gdn was not detected" in report.reasons
+
+
+def test_a_clean_run_passes_and_counts_what_it_compared(broken: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["fuzz", "--minutes", "0.001"]) == 0
+    printed = capsys.readouterr().out
+    assert "programs a second" in printed and printed.splitlines()[-1].startswith("PASS  torch  fuzz nano")
+
+
+def test_a_broken_relation_fails_the_run(broken: Path) -> None:
+    (broken / "fuzz_nudged.py").write_text(
+        "from lumotree.backends.torch_backend import TorchBackend\n\n"
+        "class Kernel(TorchBackend):\n"
+        "    def gdn_verify(self, ops, pool, batch, ws, out, layer):\n"
+        "        super().gdn_verify(ops, pool, batch, ws, out, layer)\n"
+        "        out += batch.requests - 1\n"
+    )
+    report = fuzz(FuzzOptions("fuzz_nudged:Kernel", relations=("alone", "chain"))).report
+    status = {c.id: c.status for c in report.checks}
+    assert status == {"relation.alone": "fail", "relation.chain": "pass"} and report.verdict == "FAIL"
+    assert report.findings[0].reproduce == "lumotree-audit fuzz --backend fuzz_nudged:Kernel --relation alone --seed 1"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--shape", "27B"], "--shape: expected one of nano, micro, got '27B'"),
+        (["--relation", "nope"], "--relation: expected one of chain, "),
+        (["--backend", "nope"], "backend 'nope' is unknown"),
+        (["--database", "file/below"], "--database file/below: expected a writable folder"),
+        (["--script", "file/below.py"], "--script file/below.py: expected a file that can be written"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_refused(words: list[str], message: str, broken: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (broken / "file").write_text("")
+    assert cli.main(["fuzz", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--minutes", "0"], "expected minutes > 0, got '0'"),
+        (["--minutes", "nan"], "expected minutes > 0, got 'nan'"),
+        (["--examples", "0"], "expected an integer >= 1, got '0'"),
+        (["--seed", "-1"], "expected an integer >= 0, got '-1'"),
+        (["--minutes", "1", "--examples", "5"], "not allowed with argument"),
+    ],
+)
+def test_bad_numbers_are_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["fuzz", *words])
+    assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        ([("accept", ({0: 0},), {})], "accept: expected a verification that waits for its paths, got none"),
+        ([("rollback", (), {})], "rollback: expected a verification that waits for its paths, got none"),
+        ([("restore", (), {})], "restore: expected a checkpoint, got none"),
+        ([("verify", ({0: [-1]},), {})] * 2, "verify: expected accept or rollback first"),
+        ([("verify", ({0: [-1]},), {}), ("step", ([0],), {})], r"without a pending verification, got \[0\]"),
+        ([("verify", ({0: [-1]},), {}), ("finish", (0,), {})], "expected accept or rollback first"),
+        ([("prefill", (0, 25),  {})], "verify: request 0 has room for 24 tokens, got 25 rows"),
+        ([("admit", (k, 0), {}) for k in range(1, 5)] + [("move", (0,), {})], "move: expected a free state slot"),
+    ],
+)  # fmt: skip
+def test_a_program_out_of_turn_is_refused(steps: list[Any], message: str) -> None:
+    program = Program(World(), [("admit", (0, 0), {}), *steps])
+    with pytest.raises(ProgramError, match=message):
+        program.run(TorchBackend())
+
+
+def test_a_backend_without_a_whole_surface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fuzzing, "_surfaces", lambda backend: [])
+    with pytest.raises(InputError, match="expected a surface with verify and publish, got none"):
+        fuzz(FuzzOptions())
+
+
+def test_a_drawn_shape_is_a_tree_with_inactive_rows_closed_below() -> None:
+    parents, inactive = tree_of([0, 4, 0, 2, 9], 24)
+    assert (parents, inactive) == ([-1, 0, 1, 2, 1, 0], [2, 3])
+    Tree.make(parents, active=[row not in inactive for row in range(len(parents))])
+    assert tree_of([0, 0, 0], 2) == ([-1, 0], [])
+
+
+def test_the_benchmark_counts_programs() -> None:
+    clock, cpu = programs_per_second("torch", 0.1)
+    assert 0 < clock < 1e4 and 0 < cpu < 1e4
