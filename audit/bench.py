@@ -81,7 +81,23 @@ def run_bench(backends: Sequence[str], shape: str, device: str, repeat: int) -> 
     finally:
         torch.set_num_threads(threads)
     _print(timings, shape, device, repeat)
+    if torch.device(device).type == "cpu":
+        _print_fuzz(backends)
     return 0
+
+
+def _print_fuzz(backends: Sequence[str]) -> None:
+    """Programs a second of `lumotree-audit fuzz`, which runs on a CPU."""
+    from audit.fuzz import programs_per_second  # needs Hypothesis, which timing kernels does not
+
+    out = Console(width=80, highlight=False)
+    out.print("fuzz programs a second at the smallest shape (and a second of processor time)")
+    for name in backends:
+        if getattr(load_backend(name), "interpreted", False):
+            out.print(f"{name:12}   not timed: it runs under an interpreter here")
+            continue
+        clock, cpu = programs_per_second(name)
+        out.print(f"{name:12}{clock:11.0f} ({cpu:.0f})")
 
 
 def _print(timings: Sequence[Timing], shape: str, device: str, repeat: int) -> None:

@@ -48,6 +48,8 @@ def smaller(program: Program) -> Iterator[Program]:
     steps = program.steps
     for at in reversed(range(len(steps))):
         yield Program(program.world, steps[:at] + steps[at + 1 :])
+    for at in reversed(range(len(steps) - 1)):  # a verification and what settles it
+        yield Program(program.world, steps[:at] + steps[at + 2 :])
     for at, step in enumerate(steps):
         for less in _less(step):
             yield Program(program.world, [*steps[:at], less, *steps[at + 1 :]])
@@ -80,6 +82,7 @@ def _less(step: Step) -> Iterator[Step]:
         yield from ((name, (trees,), _trimmed(kwargs, trees)) for trees in _trees(args[0]))
     if name == "accept":
         for key, end in args[0].items():
+            yield name, ({k: e for k, e in args[0].items() if k != key},), kwargs
             for row in [r for r in (None, 0) if end != r and (end is not None)]:
                 yield name, ({**args[0], key: row},), kwargs
             if end:
