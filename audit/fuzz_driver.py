@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from audit.engine import Engine, Request, Running, Turn
+from audit.engine import Request, Running, Turn
 from audit.fuzz_judge import MismatchError, StepJudge
 from audit.fuzz_sequential import Left, Sequential
+from audit.fuzz_watched import Watched
 from audit.guard import Snapshot
 from audit.play import Actor
 from audit.world import Past, World
-from lumotree.backends.protocol import SHARED_OPERANDS, Batch, StepOps
+from lumotree.backends.protocol import SHARED_OPERANDS, StepOps
 from lumotree.errors import InputError
 from lumotree.tree import Tree
 
@@ -55,56 +56,6 @@ class Saved:
     free: tuple[list[int], list[int]]
     pending: Pending | None
     deferred: frozenset[int]
-
-
-class Watched(Engine):
-    """An engine that compares its memory with what each call may write."""
-
-    deferred: frozenset[int] = frozenset()
-
-    def after_verify(self, surface: str, layer: int, batch: Batch) -> None:
-        """Outputs and, for attention, the candidates' slots; a slot with something deferred may be brought up to date,
-        which `Driver` compares afterwards."""
-        self.slab.accept(f"out.{surface}[{layer}]", slice(0, batch.rows))
-        if surface == "attention":
-            self._accept_kv([layer], batch.row_slot.long())
-        for slot in self.deferred if surface != "attention" else ():
-            self.slab.accept({"gdn": "pool.recurrent", "conv": "pool.conv"}[surface], (layer, slot))
-        self._unchanged(f"{surface}_verify of layer {layer}")
-
-    def after_publish(self, surface: str, layers: Sequence[int], running: Running, paths: Sequence[Any]) -> None:
-        """The slots of requests that accept something, and their candidates and destinations."""
-        chosen = [(t, p) for t, p in zip(running.turns, paths, strict=True) if t is not None]
-        if surface == "attention":
-            start = {t.key: self.requests[t.key].length for t, _ in chosen}
-            ends = [self.committed(t.key, range(start[t.key], start[t.key] + len(p))) for t, p in chosen]
-            self._accept_kv(list(layers), torch.cat([running.batch.row_slot.long(), *ends]))
-        name = {"gdn": "pool.recurrent", "conv": "pool.conv"}.get(surface)
-        for layer in layers if name else ():
-            for turn, path in chosen:
-                if path or self.requests[turn.key].slot in self.deferred:
-                    self.slab.accept(str(name), (layer, self.requests[turn.key].slot))
-        self._unchanged(f"{surface} publication of layers {list(layers)}")
-
-    def after_native(self, layer: int, batch: Batch) -> None:
-        """Outputs, the live slots and the committed KV slot of each token."""
-        for surface in self.surfaces:
-            self.slab.accept(f"out.{surface}[{layer}]", slice(0, batch.rows))
-        for slot in [s for s in batch.state_slot.tolist() if s >= 0]:
-            self.slab.accept("pool.recurrent", (layer, slot))
-            self.slab.accept("pool.conv", (layer, slot))
-        self._accept_kv([layer], batch.row_slot.long())
-        self._unchanged(f"native_step of layer {layer}")
-
-    def _accept_kv(self, layers: Sequence[int], at: Tensor) -> None:
-        for layer in layers:
-            self.slab.accept("cache.k", (layer, at))
-            self.slab.accept("cache.v", (layer, at))
-
-    def _unchanged(self, what: str) -> None:
-        changed = self.slab.changed()
-        if changed:
-            raise MismatchError(f"{what} wrote where it may not: {', '.join(changed)}", "stray")
 
 
 class Driver:
