@@ -32,18 +32,23 @@ def _kernels() -> Any:
     return model_kernels
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    """`1 / (1 + exp(-x))` of wide `x [T, ..]` on a CPU."""
+    return 1.0 / (1.0 + rowwise(torch.exp, -x))
+
+
 def silu(x: Tensor) -> Tensor:
     """`x / (1 + exp(-x))` of wide `x [T, ..]` on a CPU."""
     return x / (1.0 + rowwise(torch.exp, -x))
 
 
-def gated(x: Tensor, gate: Tensor, *, silu: bool) -> Tensor:
-    """`x * silu(gate)` or `x * sigmoid(gate)` of `[T, ..]`, in x's dtype."""
+def gated(x: Tensor, gate: Tensor, activation: str) -> Tensor:
+    """`x * sigmoid(gate)` or `x * silu(gate)` of `[T, ..]`, in x's dtype. activation: "sigmoid" or "silu"."""
     if x.is_cuda:
-        result: Tensor = _kernels().triton_gate(x, gate, silu=silu)
+        result: Tensor = _kernels().triton_gate(x, gate, silu=activation == "silu")
         return result
-    g = wide(gate)
-    return (wide(x) * ((g if silu else 1.0) / (1.0 + rowwise(torch.exp, -g)))).to(x.dtype)
+    factor = silu(wide(gate)) if activation == "silu" else sigmoid(wide(gate))
+    return (wide(x) * factor).to(x.dtype)
 
 
 def unit_rms(x: Tensor, eps: float) -> Tensor:
@@ -130,4 +135,4 @@ class Mlp:
     def __call__(self, x: Tensor) -> Tensor:
         """`[T, H]` in and out."""
         gate, up = self.gate_up(x)
-        return self.down(gated(up, gate, silu=True))[0]
+        return self.down(gated(up, gate, "silu"))[0]

@@ -162,7 +162,7 @@ class AttentionMixer:
         k = self.k_norm(k.view(rows, c.kv_heads, c.head_dim)).contiguous()
         out = torch.zeros_like(q)
         attend(AttentionOps(q, k, v.view_as(k), self.cos, self.sin), out, self.layer)
-        return self.outward(gated(out, gate, silu=False).flatten(1))[0]
+        return self.outward(gated(out, gate, "sigmoid").flatten(1))[0]
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Every layer kind: a row has the same bits alone and in any company; the stock calls and broken products do not.
 
-The property is drawn by hypothesis: number of rows, order, and noise rows between them that hold anything.
+The property is drawn by hypothesis: number of rows, order, and noise rows between them that hold anything. Rounding to
+bf16 hides most changes of a last bit in fp32, so what a layer computes inside is also looked at before it rounds.
 """
 
 from __future__ import annotations
@@ -73,9 +74,11 @@ LAYERS: dict[str, Layer] = {
     "norm": RmsNorm.make(0.1 * bf16(HIDDEN, seed=2), 1e-6),
     "head norm": lambda x: RmsNorm.make(0.1 * bf16(15), 1e-6)(x.view(len(x), 4, 15)).flatten(1),
     "gated norm": gated,
-    "sigmoid gate": lambda x: layers.gated(x, x.flip(1), silu=False),
-    "silu gate": lambda x: layers.gated(x, x.flip(1), silu=True),
-    "silu": lambda x: layers.silu(layers.wide(x)),
+    "head norm before rounding": lambda x: layers.unit_rms(x.view(len(x), 4, 15), 1e-6).flatten(1),
+    "sigmoid before rounding": lambda x: layers.sigmoid(layers.wide(x)),
+    "silu before rounding": lambda x: layers.silu(layers.wide(x)),
+    "sigmoid gate": lambda x: layers.gated(x, x.flip(1), "sigmoid"),
+    "silu gate": lambda x: layers.gated(x, x.flip(1), "silu"),
     "mlp": MODEL.blocks[0].mlp,
     "gdn layer": mixer(0),
     "attention layer": mixer(1),
@@ -190,6 +193,22 @@ def test_the_probe_keeps_sizes_that_agree_and_refuses_the_rest() -> None:
     assert probe(tiled(by_count), (2, 8, 16)) == (8, 16)
     assert probe(tiled(by_place), (8, 16)) == (1,)
     assert probe(tiled(by_neighbour), (8, 16)) == (1,)
+
+
+def test_the_probe_looks_at_every_place_and_at_loud_neighbours() -> None:
+    """Products that are wrong at one place only, or only beside an infinity."""
+
+    def one_place(x: Tensor, weight: Tensor) -> Tensor:
+        whole = by_count(x, weight)
+        whole[6] = by_count(x[6:7], weight)[0]
+        return whole
+
+    def leaking(x: Tensor, weight: Tensor) -> Tensor:
+        return by_count(x, weight) + 0 * x.sum()
+
+    assert probe(tiled(by_count), (16,)) == (16,)
+    assert probe(tiled(one_place), (16,)) == (1,)
+    assert probe(tiled(leaking), (16,)) == (1,)
 
 
 def test_rows_one_at_a_time_are_right_whatever_the_product() -> None:
