@@ -8,28 +8,72 @@ from typing import Any
 
 def register(commands: Any) -> None:
     """Add the command to the parser of `lumotree-audit`; `run` is called with the parsed arguments and the command."""
-    sub = commands.add_parser("continue", help="judge what published states carry: whole cycles, recorded or live")
+    sub = commands.add_parser("continue", help="judge what published states carry: whole cycles, live or recorded")
+    sub.add_argument("--backend", default=None, help="built-in name, entry point, or module:object (default: torch; "
+                     "with --dump the backend that the recording names; none = float64 bounds alone)")  # fmt: skip
+    sub.add_argument("--surface", action="append", default=[], metavar="NAME=BACKEND", help="another backend for gdn, "
+                     "conv or attention (repeatable)")  # fmt: skip
+    sub.add_argument("--checkpoint", default=None, metavar="DIR", help="model folder (default: the shipped model)")
+    sub.add_argument("--device", default="cpu", help="torch device, for example cuda")
+    sub.add_argument("--seed", type=_count, default=1, help="seed of the plan (default 1)")
+    sub.add_argument("--drift", type=_count, default=2_000, metavar="N", help="tokens decoded in one go, against "
+                     "float64 (default 2,000; 0 = none)")  # fmt: skip
+    sub.add_argument("--workers", type=_count, default=None, help="worker processes (default: one a core, at least 1)")
     sub.add_argument("--dump", default=None, metavar="DIR", help="judge cycles recorded elsewhere "
                      "(lumotree/recorder.py) instead of running any")  # fmt: skip
-    sub.add_argument("--backend", default=None, help="built-in name, entry point, or module:object (default: torch; "
-                     "with --dump the backend that the recording names, or none for float64 bounds alone)")  # fmt: skip
     sub.add_argument("--report", default=None, metavar="DIR", help="write report.json, junit.xml, summary.md there")
     sub.set_defaults(run=run)
 
 
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit():
+        raise argparse.ArgumentTypeError(f"expected an integer >= 0, got {text!r}")
+    return int(text)
+
+
 def run(args: argparse.Namespace, command: str) -> int:
     """Run the command and return its exit code. Raises InputError."""
-    from audit.dump import DumpOptions, judge_dump
     from audit.render import check_writable, write_report
     from audit.render.terminal import print_report
-    from lumotree.errors import InputError
 
     if args.report:
         check_writable(args.report)
-    if args.dump is None:
-        raise InputError("continue: expected --dump DIR, a folder of recorded cycles; see lumotree/recorder.py")
-    report = judge_dump(DumpOptions(args.dump, args.backend, command=command))
+    report, frame = _recorded(args, command) if args.dump is not None else _live(args, command)
     if args.report:
-        write_report(report, args.report)
+        write_report(report, args.report, frame)
     print_report(report)
-    return report.exit_code
+    return int(report.exit_code)
+
+
+def _recorded(args: argparse.Namespace, command: str) -> tuple[Any, None]:
+    from audit.dump import DumpOptions, judge_dump
+    from lumotree.errors import InputError
+    from lumotree.model import load_model
+
+    if args.surface or args.device != "cpu":
+        raise InputError("--dump: --surface and --device belong to live runs; a recording is judged on a CPU")
+    head = load_model(args.checkpoint).draft_head() if args.checkpoint is not None else None
+    return judge_dump(DumpOptions(args.dump, args.backend, head, command=command)), None
+
+
+def _live(args: argparse.Namespace, command: str) -> tuple[Any, Any]:
+    from audit import continuation
+    from audit.suite import check_device
+
+    check_device(args.device)
+    run_ = continuation.check(options_of(args, command))
+    return run_.report, run_.frame
+
+
+def options_of(args: argparse.Namespace, command: str) -> Any:
+    """`audit.continuation.Options` of the parsed arguments. Raises InputError for a surface without a backend."""
+    from audit.continuation import Options
+    from audit.continuation_stack import StackSpec
+    from lumotree.errors import InputError
+
+    surfaces = [tuple(text.split("=", 1)) for text in args.surface]
+    odd = [text for text, pair in zip(args.surface, surfaces, strict=True) if len(pair) != 2 or not all(pair)]
+    if odd:
+        raise InputError(f"--surface: expected NAME=BACKEND, for example conv=sglang, got {odd[0]!r}")
+    spec = StackSpec(args.checkpoint, args.backend or "torch", tuple(surfaces), args.device)
+    return Options(spec, args.seed, args.drift, args.workers, command)

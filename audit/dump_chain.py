@@ -14,7 +14,7 @@ from torch import Tensor
 from audit.calls import call
 from audit.guard import poison_
 from lumotree.backends.batch import build_batch
-from lumotree.backends.protocol import AttentionOps, Batch, ConvOps, GdnOps, StepOps, StepOut
+from lumotree.backends.protocol import SHARED_OPERANDS, AttentionOps, Batch, ConvOps, GdnOps, StepOps, StepOut
 from lumotree.errors import RecordError
 from lumotree.record_file import CycleRecord
 from lumotree.reference.gdn import store_state
@@ -201,5 +201,4 @@ class LayerChain:
 
 def _one(ops: Any, row: int) -> Any:
     """The operands of one row; what all rows share stays."""
-    shared = ("A_log", "dt_bias", "weight", "cos", "sin")
-    return type(ops)(**{n: x if n in shared else x[row : row + 1] for n, x in vars(ops).items()})
+    return type(ops)(**{n: x if n in SHARED_OPERANDS else x[row : row + 1] for n, x in vars(ops).items()})

@@ -95,16 +95,16 @@ def _outputs(surface: str) -> Edit:
 
 
 EDITS: dict[str, Edit] = {
-    "gdn rows not published": _not_published("recurrent"),
-    "conv rows not published": _not_published("conv"),
-    "kv remap off by one": _kv_remap,
-    "stale root token": _stale_root,
-    "sibling path committed": _sibling,
-    "accepted counts of another row": _counts,
-    "hidden row of the wrong end": _hidden,
-    "drafter state not rolled back": _drafter,
-    "slot of a finished request": _elsewhere,
-    **{f"{s} outputs of another row": _outputs(s) for s in ("gdn", "conv", "attention")},
+    "gdn rows not published.gdn": _not_published("recurrent"),
+    "conv rows not published.conv": _not_published("conv"),
+    "kv remap off by one.kv_new": _kv_remap,
+    "stale root token.topology": _stale_root,
+    "sibling path committed.gdn": _sibling,
+    "accepted counts of another row.topology": _counts,
+    "hidden row of the wrong end.hidden": _hidden,
+    "drafter state not rolled back.drafter": _drafter,
+    "slot of a finished request.topology": _elsewhere,
+    **{f"outputs of another row.{s}": _outputs(s) for s in ("gdn", "conv", "attention")},
 }
 
 

@@ -8,6 +8,7 @@ import pandas as pd
 
 from audit.files import probe_writable, write_atomically
 from audit.frame import FRAME_FILES, frame_bytes
+from audit.render.continuation import PICTURE, drift_picture
 from audit.render.json import render_json
 from audit.render.junit import render_junit
 from audit.render.markdown import render_markdown
@@ -29,7 +30,8 @@ def check_writable(folder: str | Path) -> None:
 
 
 def write_report(report: Report, folder: str | Path, frame: pd.DataFrame | None = None) -> list[Path]:
-    """Write report.json, junit.xml, summary.md and, with a frame, the per-cell results; return the paths.
+    """Write report.json, junit.xml, summary.md, with a frame the per-cell results, with a drift its picture; return the
+    paths.
 
     Files of an earlier report in the same folder are replaced, and its per-cell results do not stay behind.
     Raises ReportError, before anything is written, for a folder that cannot be written to.
@@ -40,6 +42,8 @@ def write_report(report: Report, folder: str | Path, frame: pd.DataFrame | None 
     if frame is not None:
         name, data = frame_bytes(frame)
         contents[target / name] = data
+    if (picture := drift_picture(report)) is not None:
+        contents[target / PICTURE] = picture.encode()
     check_writable(target)
     try:
         write_atomically(contents)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
+from audit.render.continuation import notes as continuation_notes
+from audit.render.continuation import tables as continuation_tables
 from audit.render.decode import notes as decode_notes
 from audit.render.decode import tables as decode_tables
 from audit.render.sampler import tables as sampler_tables
@@ -25,6 +27,8 @@ def render_markdown(report: Report) -> str:
         blocks += [f"## {title}", _table(header, rows)]
     for title, (header, rows) in decode_tables(report):
         blocks += [f"## {title}", _table(header, rows), *(_inline(line) for line in decode_notes(report))]
+    for title, (header, rows) in continuation_tables(report):
+        blocks += [f"## {title}", _table(header, rows), *(_inline(line) for line in continuation_notes(report))]
     if report.controls and "steps" not in report.facts:
         blocks += ["## Controls", _controls(report)]
     if report.findings:

@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from audit.render.continuation import notes as continuation_notes
+from audit.render.continuation import tables as continuation_tables
 from audit.render.decode import notes as decode_notes
 from audit.render.decode import tables as decode_tables
 from audit.render.progress import Progress
@@ -54,7 +56,7 @@ def print_report(report: Report, console: Console | None = None, max_findings: i
     out.print(_check_table(report.checks))
     _print_notes(out, report.checks)
     _print_coverage(out, report)
-    _print_decode(out, report)
+    _print_extra(out, report)
     if "steps" in report.facts:
         _print_sampler(out, report)
     elif report.controls:
@@ -139,16 +141,17 @@ def _print_coverage(out: Console, report: Report) -> None:
         _say(out, f"coverage: {', '.join(partly)}", "yellow")
 
 
-def _print_decode(out: Console, report: Report) -> None:
-    for _, (header, rows) in decode_tables(report):
+def _print_extra(out: Console, report: Report) -> None:
+    """Tables and notes that a suite of whole decoders adds."""
+    for _, (header, rows) in (*decode_tables(report), *continuation_tables(report)):
         out.print()
         table = _plain_table()
         for at, name in enumerate(header):
-            table.add_column(name, justify="right" if at else "left", no_wrap=True)
+            table.add_column(name, justify="right" if at else "left", no_wrap=bool(at), overflow="fold")
         for row in rows:
             table.add_row(*row)
         out.print(table)
-    for line in decode_notes(report):
+    for line in (*decode_notes(report), *continuation_notes(report)):
         _say(out, line, "dim")
 
 

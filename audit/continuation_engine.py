@@ -1,0 +1,263 @@
+"""The candidate: the decoding engine as it serves, with any backend, along forced paths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from audit.continuation_harvest import DEEPEST
+from audit.continuation_native import Snapshot, to_host
+from audit.continuation_plan import Script
+from audit.continuation_watch import Account, Expected, WatchedBackend, WatchedModel
+from audit.distance import same_bits
+from audit.guard import poison_
+from faults.continuation import EngineFault
+from lumotree.cycle import Decoder
+from lumotree.cycle_types import SavedRequest, Stack, Verified
+from lumotree.decide import Decision, Turn
+from lumotree.draft_types import DraftRequest, DraftState, Proposal
+from lumotree.drafter_state import DrafterState
+from lumotree.recorder import CycleRecorder, Drafted, Recorder
+from lumotree.requests import Request
+from lumotree.slots import Capacity
+from lumotree.surfaces import Surfaces
+
+#: The request that sits beside the audited ones and must not be touched.
+BYSTANDER = 10_000
+
+
+class _Scripted:
+    """A drafter that proposes the trees of the scripts."""
+
+    name, needs_head = "scripted", False
+
+    def __init__(self, scripts: Mapping[int, Script]) -> None:
+        self.scripts = scripts
+
+    def propose(self, requests: Sequence[DraftRequest], state: DraftState) -> list[Proposal]:
+        """The prompt's last chunk is cycle 0, so the first tree is that of cycle 1."""
+        return [Proposal(self.scripts[r.number].cycles[r.cycle - 1].tree) for r in requests]
+
+
+@dataclass
+class Outcome:
+    """What one engine run left: snapshots by script, memory that changed and should not have, what was recorded."""
+
+    trace: dict[str, list[Snapshot]] = field(default_factory=dict)
+    touched: list[str] = field(default_factory=list)
+    watched: int = 0
+    account: Account = field(default_factory=Account)
+    forwards: int = 0
+    readback: list[str] = field(default_factory=list)
+
+
+class Engine:
+    """A decoder whose drafts and decisions are those of scripts.
+
+    slots: requests at a time, the bystander not counted. fault: what is wrong with it on purpose. record: folder to
+    record cycles to; backend_name: what the recording says of the backend.
+    """
+
+    def __init__(
+        self,
+        stack: Stack,
+        scripts: Sequence[Script],
+        *,
+        slots: int = 1,
+        fault: EngineFault | None = None,
+        record: Path | None = None,
+        backend_name: str = "",
+        note: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        self.scripts = {s.number: s for s in scripts}
+        self.drafter, self.outcome, self.note = _Scripted(self.scripts), Outcome(), note
+        model, backend = stack.model, stack.backend
+        self.contract = backend.contract
+        if fault is not None and fault.backend is not None:
+            backend = fault.backend(backend)
+        self.watched = WatchedModel(model, self.outcome.account)
+        outer = self.watched if fault is None or fault.model is None else fault.model(self.watched)
+        make = DrafterState if fault is None else fault.drafter
+        longest = max(len(s.tokens) for s in scripts) + DEEPEST
+        self.decoder = Decoder(
+            Stack(outer, WatchedBackend(backend, self.outcome.account), stack.head, stack.identity),
+            Capacity(slots=slots + 2, context=longest, pages=(slots + 3) * -(-longest // 16)),
+            make_drafter_state=make,
+            decide=self._decide,
+        )
+        self._poison()
+        self.beside = self._bystander(scripts[0].prompt)
+        self.recorder: Recorder | None = None
+        if record is not None:
+            self.recorder = Recorder(record, self.contract, model.dims, backend_name)
+            self.watched.record = self._begin
+
+    def _poison(self) -> None:
+        """What no request has written must not be read; admission clears a request's own state slot."""
+        for pool in self.decoder.pools.tensors().values():
+            poison_(pool)
+        if (cache := self.decoder.draft_cache) is not None:
+            poison_(cache.k), poison_(cache.v)
+
+    def _bystander(self, prompt: tuple[int, ...]) -> Surfaces:
+        """A request with a prompt of its own, fed and then left alone."""
+        self.decoder.admit(Request(BYSTANDER, tuple(reversed(prompt[1:])), 2))
+        while self.decoder.running[BYSTANDER].prefilling:
+            self.decoder.cycle([BYSTANDER])
+        self.outcome.account.calls.clear()
+        return self.decoder.surfaces(BYSTANDER)
+
+    def _decide(self, turns: Sequence[Turn], logits: Tensor) -> list[Decision]:
+        return [self._decision(turn) for turn in turns]
+
+    def _decision(self, turn: Turn) -> Decision:
+        if turn.request.number == BYSTANDER:
+            return Decision(tuple(range(turn.feed)), 0 if turn.emits else None)
+        script = self.scripts[turn.request.number]
+        if turn.feed:
+            return Decision(tuple(range(turn.feed)), script.pending_after(-1) if turn.emits else None)
+        cycle = turn.cycle - 1
+        return Decision(script.cycles[cycle].path, script.pending_after(cycle))
+
+    def request(self, script: Script) -> Request:
+        """The script's request; its drafter proposes the script's trees."""
+        room = len(script.tokens) - len(script.prompt) + DEEPEST  # so that no tree is cut by the budget
+        return Request(script.number, script.prompt, room, drafter=self.drafter, chunk=script.chunk)
+
+    def import_state(self, script: Script, prompt: Snapshot) -> None:
+        """Start behind the prompt with another arm's state, and read back what was imported."""
+        tokens = (*script.prompt, script.pending_after(-1))
+        self.decoder.restore(
+            SavedRequest(self.decoder.stack.identity, self.request(script), tokens, 1, None, (), prompt.surfaces)
+        )
+        back = to_host(self.decoder.surfaces(script.number))
+        self.outcome.readback += [f"{script.name}: {d}" for d in back.differences(prompt.surfaces)]
+        self.outcome.trace[script.name] = [Snapshot(back, prompt.logits, prompt.hidden)]
+
+    def feed_prompt(self, script: Script, *, remember: bool = False) -> None:
+        """Admit and feed the prompt in chunks. remember: store the prefix after the first one, for a later request."""
+        self.decoder.admit(self.request(script))
+        while self.decoder.running[script.number].prefilling:
+            self.advance([script.number])
+            if remember:
+                self.decoder.remember(script.number)
+                remember = False
+
+    def play(self, script: Script, cycles: int | None = None) -> None:
+        """The script's cycles, alone."""
+        for _ in script.cycles[:cycles]:
+            self.advance([script.number])
+        self.note(script.name)
+
+    def advance(self, numbers: Sequence[int]) -> None:
+        """One cycle of these requests, in this order; a snapshot of each that is behind its prompt afterwards."""
+        feeding = {n for n in numbers if self.decoder.running[n].prefilling}
+        for number, (logits, hidden) in self.cycle(numbers).items():
+            if not self.decoder.running[number].prefilling:
+                last = slice(-1, None) if number in feeding else slice(None)
+                self._snapshot(self.scripts[number], logits[last], hidden[last])
+
+    def done(self, script: Script) -> bool:
+        """Whether all of the script's cycles were played."""
+        return len(self.outcome.trace.get(script.name, ())) == len(script.bounds)
+
+    def cycle(self, numbers: Sequence[int]) -> dict[int, tuple[Tensor, Tensor]]:
+        """One cycle; logits and hidden rows of the accepted path of each request, on the CPU."""
+        decoder = self.decoder
+        turns = decoder.propose(numbers)
+        self.watched.expected = Expected(
+            tuple(self._demanded(t) for t in turns), tuple(self._committed(t) for t in turns)
+        )
+        before = {n: p.clone() for n, p in self._memory().items()}
+        verified = decoder.verify(turns)
+        decisions = decoder.select(verified)
+        decoder.publish(verified, decisions)
+        self.outcome.forwards += 1
+        self._untouched(before, turns)
+        if self.watched.cycle is not None:
+            self._end(self.watched.cycle, verified)
+        return self._rows(verified, decisions)
+
+    def _demanded(self, turn: Turn):  # type: ignore[no-untyped-def]
+        """The tree that the script demands, not the one that the engine made of it."""
+        script = self.scripts[turn.request.number]
+        return turn.tree if turn.feed else script.cycles[turn.cycle - 1].tree
+
+    def _committed(self, turn: Turn) -> int:
+        script = self.scripts[turn.request.number]
+        return turn.committed if turn.feed else script.bounds[turn.cycle - 1]
+
+    @staticmethod
+    def _rows(verified: Verified, decisions: Sequence[Decision]) -> dict[int, tuple[Tensor, Tensor]]:
+        found, start = {}, 0
+        forward = verified.forward
+        for turn, decision in zip(verified.turns, decisions, strict=True):
+            rows = torch.tensor([start + r for r in decision.path], device=forward.logits.device)
+            start += turn.tree.n
+            found[turn.request.number] = forward.logits[rows].cpu(), forward.hidden[rows].cpu()
+        return found
+
+    def _snapshot(self, script: Script, logits: Tensor, hidden: Tensor) -> None:
+        surfaces = to_host(self.decoder.surfaces(script.number))
+        self.outcome.trace.setdefault(script.name, []).append(Snapshot(surfaces, logits, hidden))
+
+    def _memory(self) -> dict[str, Tensor]:
+        cache = self.decoder.draft_cache
+        drafts = {} if cache is None else {"draft k": cache.k, "draft v": cache.v}
+        return {**self.decoder.pools.tensors(), **drafts}
+
+    def _untouched(self, before: Mapping[str, Tensor], turns: Sequence[Turn]) -> None:
+        """Everything outside the slots, pages and scratch of this cycle's requests is bitwise as it was."""
+        for name, now in self._memory().items():
+            keep = torch.ones(now.shape[1], dtype=torch.bool)
+            for turn in turns:
+                own = [turn.lease.slot] if name in ("recurrent", "conv") else self._writable(turn)
+                keep[torch.as_tensor(np.asarray(own))] = False
+            keep = keep.to(now.device)
+            self.outcome.watched += 1
+            if not same_bits(now[:, keep], before[name][:, keep]):
+                self.outcome.touched.append(f"{name} in cycle {self.outcome.forwards - 1}")
+        if self.outcome.forwards == 1 or BYSTANDER not in self.decoder.running:
+            return
+        apart = self.decoder.surfaces(BYSTANDER).differences(self.beside)
+        self.outcome.touched += [f"bystander's {d}" for d in apart[:1]]
+
+    @staticmethod
+    def _writable(turn: Turn) -> list[int]:
+        """Flat slots that a cycle may write: its own pages behind the committed tokens, and its scratch.
+
+        The draft head's entry at the last committed position is only completed by the token behind it.
+        """
+        lease = turn.lease
+        first = max(turn.committed - 1, 0)
+        pages = len(lease.pages) * lease.page_size
+        return [*lease.flat(first, pages).tolist(), *lease.scratch.tolist()]
+
+    def _begin(self, batch, tokens, pools, ws, backend) -> CycleRecorder:  # type: ignore[no-untyped-def]
+        assert self.recorder is not None
+        running = {s.lease.slot: s for s in self.decoder.running.values()}
+        states = [running[slot] for slot in batch.state_slot.tolist()]
+        cache, size = self.decoder.draft_cache, self.decoder.stack.model.hidden_size
+        drafted = None
+        if cache is not None:
+            none = torch.zeros(size, dtype=torch.bfloat16)
+            drafted = Drafted(cache, torch.stack([none if s.hidden is None else s.hidden.cpu() for s in states]))
+        names = [f"request {s.number}" for s in states]
+        return self.recorder.begin(batch, tokens, pools, ws, backend, names, drafted)
+
+    def _end(self, cycle: CycleRecorder, verified: Verified) -> None:
+        states = [self.decoder.running[t.request.number] for t in verified.turns]
+        pending = torch.tensor([s.tokens[s.committed] if s.committed < len(s.tokens) else -1 for s in states])
+        lengths = torch.tensor([s.committed for s in states])
+        hidden = (
+            None
+            if self.decoder.draft_cache is None
+            else torch.stack([s.hidden for s in states if s.hidden is not None])
+        )
+        assert self.watched.accepted is not None
+        cycle.end(self.watched.accepted, pending, lengths, hidden=hidden)

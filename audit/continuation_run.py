@@ -1,0 +1,222 @@
+"""All arms, schedules and controls of one run, over processes; what they leave is compared in one place.
+
+Arm A is decoded in this process, B in another. Workers hand over file names, not tensors.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from audit.continuation_distance import Compared, compare
+from audit.continuation_drift import Drift, measure_drift
+from audit.continuation_engine import Outcome
+from audit.continuation_harvest import Course, harvest
+from audit.continuation_native import ARMS, Trace, native_trace
+from audit.continuation_plan import Script
+from audit.continuation_program import play_batch, play_cold, play_pair, play_repeat_and_resumed
+from audit.continuation_stack import StackSpec, make_stack
+from audit.continuation_trace import load_trace, save_trace
+from audit.dump import DumpOptions, judge_dump
+from audit.render.progress import Progress
+from audit.report import Report
+from faults.continuation import ENGINE_FAULTS
+from lumotree.cycle_types import Stack
+from lumotree.errors import BackendError, InputError
+
+#: Script -> behind its prompt and each cycle.
+ComparedTrace = dict[str, list[Compared]]
+#: Arm A's snapshots behind the prompts, for tasks that import them.
+PROMPTS_FILE = "prompts.safetensors"
+#: Scripts, folder for traces -> tasks.
+TasksOf = Callable[[Sequence[Script], Path], list["Task"]]
+
+_stack: Stack | None = None
+
+
+@dataclass(frozen=True)
+class Task:
+    """One piece of work. kind: a key of `_WORK`; name: of an arm, fault or schedule; scripts that it plays; trace: file
+    to write snapshots to; native: file of arm A's prompts, where states are imported; record: folder for a recording,
+    which `backend` judges. tokens: of a drift."""
+
+    kind: str
+    name: str
+    scripts: tuple[Script, ...]
+    trace: str = ""
+    native: str = ""
+    record: str = ""
+    backend: str = ""
+    tokens: int = 0
+
+
+@dataclass
+class Done:
+    """What a task left: its process, the engine's account (snapshots are in the trace file), or why it was refused."""
+
+    task: Task
+    pid: int
+    outcome: Outcome | None = None
+    refused: str = ""
+    drift: Drift | None = None
+    recorded: Report | None = None
+
+
+@dataclass
+class Found:
+    """Everything a run has seen. compared: arm, or "candidate", "batch" or a control's fault and place -> script ->
+    behind the prompt and each cycle, held against arm A as soon as it came; snapshots are not kept."""
+
+    scripts: list[Script]
+    compared: dict[str, ComparedTrace] = field(default_factory=dict)
+    pids: dict[str, int] = field(default_factory=dict)
+    outcomes: list[Done] = field(default_factory=list)
+    controls: list[tuple[Done, ComparedTrace]] = field(default_factory=list)
+    drift: Drift | None = None
+    recorded: Report | None = None
+    layers: tuple[int, int] = (0, 0)
+
+
+def _play(task: Task, stack: Stack) -> Outcome:
+    native = load_trace(Path(task.native)) if task.native else {}
+    if task.kind == "cold":
+        record = Path(task.record) if task.record else None
+        return play_cold(stack, task.scripts[0], native, record=record, backend_name=task.backend)
+    if task.kind == "primed":
+        return play_repeat_and_resumed(stack, task.scripts[0], task.scripts[1])
+    if task.kind == "batch":
+        return play_batch(stack, task.scripts)
+    fault = ENGINE_FAULTS[task.name]
+    if fault.requests > 1:
+        return play_pair(stack, task.scripts, native, fault)
+    return play_cold(stack, task.scripts[0], native, fault=fault)
+
+
+def work(task: Task, stack: Stack) -> Done:
+    """Do a task in this process."""
+    done = Done(task, os.getpid())
+    if task.kind == "native":
+        save_trace(native_trace(stack, task.scripts, ARMS[task.name]), Path(task.trace))
+    elif task.kind == "drift":
+        done.drift = measure_drift(stack, task.name, task.scripts[0].prompt, task.tokens)
+    else:
+        try:
+            outcome = _play(task, stack)
+        except InputError as refusal:
+            if task.kind != "control":
+                raise
+            done.refused = str(refusal)
+            return done
+        if task.record:
+            done.recorded = judge_dump(DumpOptions(task.record, task.backend or "none", stack.head))
+        save_trace(outcome.trace, Path(task.trace))
+        done.outcome = replace(outcome, trace={})
+    return done
+
+
+def _start(spec: StackSpec) -> None:
+    global _stack
+    torch.set_num_threads(1)
+    _stack = make_stack(spec)
+
+
+def _work(task: Task) -> Done:
+    assert _stack is not None
+    return work(task, _stack)
+
+
+def _harvest(plan: Sequence[Course], texts: Sequence[Sequence[int]]) -> list[Script]:
+    assert _stack is not None
+    return harvest(_stack, plan, texts)
+
+
+@contextmanager
+def _pool(spec: StackSpec, workers: int) -> Iterator[ProcessPoolExecutor]:
+    """Spawned: a forked child of a process that has used torch's thread pool can hang."""
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start, initargs=(spec,))
+    try:
+        yield pool
+    except BrokenProcessPool as died:
+        raise BackendError(
+            f"backend {spec.backend!r}: a worker process died (out of memory, or a crash in the kernel)"
+        ) from died
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def collect(
+    spec: StackSpec, stack: Stack, plan: Sequence[Course], early: TasksOf, late: TasksOf, workers: int, folder: Path
+) -> Found:
+    """Harvest the courses, run every task, and load what they left.
+
+    early: tasks that import nothing; late: those that import arm A's states. folder: empty, for traces and recordings.
+    """
+    texts = [c.prompt for c in plan]
+    with _pool(spec, workers) as pool:
+        parts = [pool.submit(_harvest, plan[i::workers], texts) for i in range(workers)]
+        by_name = {s.name: s for part in parts for s in part.result()}
+        found = Found([by_name[c.name] for c in plan], layers=_layers(stack))
+        first = [pool.submit(_work, t) for t in early(found.scripts, folder)]
+        reference = native_trace(stack, found.scripts, ARMS["A"])
+        found.pids["A"] = os.getpid()
+        save_trace({name: snapshots[:1] for name, snapshots in reference.items()}, folder / PROMPTS_FILE)
+        rest = [pool.submit(_work, t) for t in late(found.scripts, folder)]
+        _gather(found, reference, [*first, *rest])
+    return found
+
+
+def _layers(stack: Stack) -> tuple[int, int]:
+    pools = stack.model.empty_pools(stack.backend.contract, 1, 1)
+    return pools.recurrent.shape[0], pools.cache.k.shape[0]
+
+
+def _gather(found: Found, reference: Trace, futures: Sequence[Future[Done]]) -> None:
+    with Progress(len(futures), "continuation") as progress:
+        for future in as_completed(futures):
+            done = future.result()
+            _sort(found, reference, done)
+            progress.advance(note=f"{done.task.kind} {done.task.name}".strip())
+
+
+def _sort(found: Found, reference: Trace, done: Done) -> None:
+    task = done.task
+    if task.kind == "drift":
+        found.drift = done.drift
+        return
+    compared = {} if done.refused else against(reference, load_trace(Path(task.trace)), task.scripts)
+    if task.kind == "native":
+        found.compared[task.name], found.pids[task.name] = compared, done.pid
+    elif task.kind == "control":
+        found.controls.append((done, compared))
+    else:
+        arm = "batch" if task.kind == "batch" else "candidate"
+        found.compared.setdefault(arm, {}).update(compared)
+        found.recorded = done.recorded or found.recorded
+        found.outcomes.append(done)
+
+
+def against(reference: Trace, trace: Trace, scripts: Sequence[Script]) -> ComparedTrace:
+    """Every snapshot of the scripts against arm A's."""
+    found: ComparedTrace = {}
+    for script in scripts:
+        bounds = (0, *script.bounds)
+        pairs = zip(trace[script.name], reference[script.name], bounds, strict=False)
+        found[script.name] = [compare(got, want, before) for got, want, before in pairs]
+    return found
+
+
+@contextmanager
+def workspace() -> Iterator[Path]:
+    """A folder for traces, gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="lumotree-continuation-") as name:
+        yield Path(name)
