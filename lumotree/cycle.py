@@ -25,13 +25,12 @@ from lumotree.draft_types import Drafter, DraftRequest, DraftState, Proposal
 from lumotree.drafter_state import Advance, DrafterState, page_table
 from lumotree.errors import RequestError
 from lumotree.prefixes import PrefixStore
-from lumotree.proposals import fitted, root_alone
+from lumotree.proposals import chunk, fitted, root_alone
 from lumotree.requests import Request, Running, check_tokens
 from lumotree.saved import check_saved
 from lumotree.slots import Capacity, Lease, Slots
 from lumotree.state import KVCache
 from lumotree.surfaces import Surfaces, read_surfaces, write_surfaces
-from lumotree.tree_named import chain
 
 Decide = Callable[[Sequence[Turn], Tensor], list[Decision]]
 
@@ -191,8 +190,7 @@ class Decoder:
 
     def _chunk(self, state: Running) -> Proposal:
         size = min(state.request.chunk or self.capacity.rows, self.capacity.rows)
-        tokens = state.tokens[state.committed : state.committed + size]
-        return Proposal(chain(len(tokens), tokens=tokens))
+        return chunk(state.tokens[state.committed : state.committed + size])
 
     def _draft_request(self, state: Running) -> DraftRequest:
         assert state.hidden is not None, "a request that has emitted has committed its prompt"
@@ -247,21 +245,24 @@ class Decoder:
     def _publish_hidden(self, verified: Verified, paths: Sequence[Sequence[int]]) -> None:
         if self.drafter is None:
             return
-        advances, start = [], 0
-        for turn, path in zip(verified.turns, paths, strict=True):
-            rows = torch.tensor([start + row for row in path], device=verified.forward.hidden.device)
-            start += turn.tree.n
+        starts = itertools.accumulate((turn.tree.n for turn in verified.turns), initial=0)
+        rows = [start + row for start, path in zip(starts, paths, strict=False) for row in path]
+        accepted = verified.forward.hidden[torch.tensor(rows, device=verified.forward.hidden.device)]
+        advances = []
+        for turn, path, hidden in zip(
+            verified.turns, paths, torch.split(accepted, [len(p) for p in paths]), strict=True
+        ):
             advances.append(
                 Advance(
                     lease=turn.lease,
                     start=turn.committed,
                     tokens=turn.tree.tokens[list(path)].tolist(),
-                    hidden=verified.forward.hidden[rows],
+                    hidden=hidden,
                     before=self.running[turn.request.number].hidden,
                 )
             )
-        for turn, hidden in zip(verified.turns, self.drafter.publish(advances), strict=True):
-            self.running[turn.request.number].hidden = hidden
+        for turn, last in zip(verified.turns, self.drafter.publish(advances), strict=True):
+            self.running[turn.request.number].hidden = last
 
     def _advance(self, turn: Turn, decision: Decision) -> Record:
         state = self.running[turn.request.number]

@@ -18,6 +18,7 @@ from torch import Tensor
 from lumotree.backends.batch import build_batch
 from lumotree.draft_types import DraftRequest, DraftState
 from lumotree.errors import InputError
+from lumotree.placed_tree import placed
 from lumotree.sampling import GREEDY_TEMPERATURE
 from lumotree.tree import Tree
 
@@ -95,11 +96,9 @@ def _tree(growth: Growth, rows: Sequence[int], num_slots: int) -> Tree:
             "lower the drafter's budget"
         )
     place = {row: index for index, row in enumerate(rows)}
-    return Tree.make(
-        [place[growth.parents[row]] if row else -1 for row in rows],
-        slots=request.scratch[: len(rows)],
-        num_slots=num_slots,
-        prefix_len=request.committed - 1,
+    parents = [place[growth.parents[row]] if row else -1 for row in rows]
+    return placed(
+        parents, [0] * len(rows), request.scratch[: len(rows)], num_slots=num_slots, prefix_len=request.committed - 1
     )
 
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from lumotree.backends.batch import build_batch
 from lumotree.model_types import DraftHead
+from lumotree.placed_tree import placed
 from lumotree.slots import Lease
 from lumotree.state import KVCache
-from lumotree.tree_named import chain
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class DrafterState:
         work = [advance for advance in advances if self._rows(advance)]
         if work:
             self._forward(work)
-        return [advance.hidden[-1].clone() for advance in advances]
+        return [advance.hidden[-1] for advance in advances]
 
     @staticmethod
     def _rows(advance: Advance) -> int:
@@ -77,7 +77,7 @@ class DrafterState:
             skip = len(advance.tokens) - rows
             first = advance.start - 1 + skip
             slots = advance.lease.flat(first, first + rows)
-            trees.append(chain(rows, slots=slots, num_slots=self.flat_slots, prefix_len=first))
+            trees.append(placed(np.arange(rows) - 1, np.zeros(rows), slots, self.flat_slots, first))
             tokens += advance.tokens[skip:]
             known = advance.hidden[:-1]
             hidden.append(known if advance.before is None else torch.cat([advance.before[None], known]))

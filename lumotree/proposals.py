@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 from lumotree.draft_types import Proposal
 from lumotree.errors import TreeError
+from lumotree.placed_tree import placed
 from lumotree.slots import Capacity
-from lumotree.tree import Tree
 
 
 def root_alone(token: int) -> Proposal:
     """Zero drafts."""
-    return Proposal(Tree.make([-1], tokens=[token]))
+    return chunk([token])
+
+
+def chunk(tokens: Sequence[int]) -> Proposal:
+    """A chain of given tokens."""
+    count = len(tokens)
+    return Proposal(placed(np.arange(count) - 1, tokens, np.arange(count), count, 0))
 
 
 def fitted(
@@ -33,14 +41,6 @@ def fitted(
         raise TreeError(
             f"proposal: expected the pending token {int(tokens[committed])} in row 0, got token={int(tree.tokens[0])}"
         )
-    placed = Tree.make(
-        tree.parents,
-        tokens=tree.tokens,
-        active=tree.active & (tree.depth <= depth),
-        probs=tree.probs,
-        slots=slots,
-        num_slots=capacity.flat_slots,
-        prefix_len=committed,
-        vocab=vocab,
-    )
-    return Proposal(placed, proposal.laws)
+    live = tree.active & (tree.depth <= depth)
+    at_place = placed(tree.parents, tree.tokens, slots, capacity.flat_slots, committed, live, vocab)
+    return Proposal(at_place, proposal.laws)
