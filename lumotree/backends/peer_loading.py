@@ -29,6 +29,7 @@ INSTALL: dict[str, tuple[str, str]] = {
     "sglang": ("sglang", "pip install --no-deps sglang==0.5.23"),
     "tokenspeed": ("tokenspeed_kernel", "pip install --no-deps tokenspeed-kernel==0.1.4"),
     "transformers": ("transformers", "pip install transformers==5.24.0"),
+    "flashinfer": ("flashinfer", "pip install --no-deps flashinfer-python==0.6.14"),
     "fla": ("fla", "pip install fla-core==0.6.0"),
 }
 

@@ -1,21 +1,23 @@
-"""Samplers that other people wrote, behind the protocol: sglang's chain and greedy verifiers, tokenspeed's greedy one.
+"""Samplers that other people wrote, behind the protocol: sglang's tree, chain and greedy ones, tokenspeed's greedy one.
 
-Read off sglang 0.5.23 (`kernels/ops/speculative/reject_sampling.py`, `spec_tree.py`) and tokenspeed-kernel 0.1.4
-(`ops/sampling/triton/tree_verify.py`). On a machine without a GPU they run in Triton's interpreter, some milliseconds a
-walk, so they claim few walks and a small vocabulary there.
+Read off sglang 0.5.23 (`kernels/ops/speculative/reject_sampling.py`, `spec_tree.py`, the CUDA tree sampler) and
+tokenspeed-kernel 0.1.4 (`ops/sampling/triton/tree_verify.py`). On a machine without a GPU the Triton ones run in
+Triton's interpreter, some milliseconds a walk, so they claim few walks and a small vocabulary there.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lumotree.backends import interpreter
+from lumotree.backends.peer_cuda import tree_sampling
 from lumotree.backends.peer_loading import attribute, load_kernel_module, sglang_stand_ins, tokenspeed_stand_ins
-from lumotree.errors import InputError
+from lumotree.errors import BackendError, InputError
 from lumotree.select_types import Coins, Step, Walks
 from lumotree.tree import Tree
 
@@ -86,6 +88,70 @@ def _single(coins: Tensor) -> Tensor:
     """Coins as float32, rounded down."""
     rounded = coins.to(torch.float32)
     return torch.where(rounded.double() > coins, torch.nextafter(rounded, torch.zeros_like(rounded)), rounded)
+
+
+class SglangTree:
+    """`tree_speculative_sampling_target_only`, float32, coins as an argument; CUDA only.
+
+    It walks down with one coin a row, against the running sum of the children's target probabilities, and so draws from
+    the target alone: the law of the naive rule for any drafts. A repeated sibling would be counted twice, so siblings
+    have to differ. The coin of a row's first child chooses among its children; as in `SglangChain` a second call has
+    the final coin of the row at which the first one ended. kernel, device: for tests of the adapter.
+    """
+
+    rule = "naive"
+    duplicates = False
+    MEMORY = 8 << 30
+    """Bytes of target rows in one launch: each walk has its own copy of all rows, as each request has."""
+
+    def __init__(self, kernel: Callable[[Sequence[Tensor], int], None] = tree_sampling, device: str = "cuda") -> None:
+        if device == "cuda" and not torch.cuda.is_available():
+            raise BackendError("sampler 'sglang-tree': a CUDA kernel; needs a GPU that torch can see")
+        self._kernel, self.device = kernel, device
+        self._rows: tuple[Step, Tensor, Tensor] | None = None
+
+    def select(self, step: Step, tokens: Tensor, coins: Coins) -> Walks:
+        """As `CoinSampler.select`. Inactive rows are linked nowhere."""
+        tree, count = step.tree, len(coins.accept)
+        accept = torch.zeros(count, tree.n)
+        for row in tree.active_rows:
+            if tree.active_children(row):
+                accept[:, row] = _single(coins.accept[:, tree.active_children(row)[0]])
+        final, wide = _single(coins.residual), tokens.expand(count, -1)
+        last, bonus = torch.zeros(2, count, dtype=torch.int64)
+        size = max(1, min(count, self.MEMORY // (4 * step.target.numel())))
+        for start in range(0, count, size):
+            part = slice(start, start + size)
+            ends, _ = self._run(step, wide[part], accept[part], final[part, 0], size)
+            own = final[part].gather(1, ends[:, None])[:, 0]
+            last[part], bonus[part] = self._run(step, wide[part], accept[part], own, size)
+        return _walks(tree, last, bonus, tokens)
+
+    def _run(self, step: Step, tokens: Tensor, accept: Tensor, final: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        tree, (count, n), on = step.tree, tokens.shape, self.device
+        child, sibling = (links.to(on).expand(count, -1).contiguous() for links in _links(tree))
+        path = int(tree.depth.max()) + 1
+        rows = torch.arange(count * n, device=on).view(count, n)
+        predicts = torch.full((count * n,), -1, dtype=torch.int32, device=on)
+        index = torch.full((count, path), -1, dtype=torch.int32, device=on)
+        length = torch.full((count,), -1, dtype=torch.int32, device=on)
+        target, draft = self._buffers(step, size)
+        draft.zero_()  # the kernel marks refused siblings here
+        self._kernel(
+            (predicts, index, length, tokens.to(on).contiguous(), rows, child, sibling, accept.to(on).contiguous(),
+             final.to(on).contiguous(), target[:count], draft[:count]), path,
+        )  # fmt: skip
+        at = index.gather(1, length.clamp(0, path - 1)[:, None].to(torch.int64))[:, 0].to(torch.int64)
+        bonus = predicts[at.clamp(0, count * n - 1)].to(torch.int64)
+        return (at % n).cpu(), bonus.cpu()
+
+    def _buffers(self, step: Step, size: int) -> tuple[Tensor, Tensor]:
+        """Target rows of `size` walks and room for refused siblings, float32 `[size, N, V]`; kept for a step."""
+        if self._rows is None or self._rows[0] is not step or len(self._rows[1]) < size:
+            self._rows = None
+            target = step.target.to(self.device, torch.float32).expand(size, -1, -1).contiguous()
+            self._rows = step, target, torch.empty_like(target)
+        return self._rows[1], self._rows[2]
 
 
 class SglangGreedy(_Peer):

@@ -25,6 +25,7 @@ ENTRY_POINTS = "lumotree_audit.samplers"
 PEERS: dict[str, str] = {
     "sglang-chain": "lumotree.backends.peer_samplers:SglangChain",
     "sglang-greedy": "lumotree.backends.peer_samplers:SglangGreedy",
+    "sglang-tree": "lumotree.backends.peer_samplers:SglangTree",
     "tokenspeed-greedy": "lumotree.backends.peer_samplers:TokenspeedGreedy",
 }
 
