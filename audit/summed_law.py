@@ -44,6 +44,9 @@ BELOW_ONE = 1 - 2.0**-53
 REFINE = 8
 """A lattice starts with this part of the budget; the rest is for breakpoints that are found and not expected."""
 
+ROUNDS = 24
+"""Most lattices that are tried; each adds the breakpoints that the one before has shown."""
+
 BISECTED = 64
 """About how many cells a coin and end in which the place of a change is looked for, a round."""
 
@@ -216,16 +219,18 @@ def _sum_draft(sampler: CoinSampler, step: Step, rule: Rule, given: Given, budge
     accept, residual = breakpoints(given, rule, expected)
     ask = _Asker(sampler, step, given)
     sides, odd = _first_sides([*accept, *residual], budget), ""
-    while True:
+    for _ in range(ROUNDS):
         lattice = _lattice(sides)
         answers = ask(lattice.middle)
         differs, changes, place = _probe(ask, lattice, answers)
         odd = odd or place
-        unresolved = differs.any(axis=1)
-        finer = [_side(np.concatenate([side[1:-1], places])) for side, places in zip(sides, changes, strict=True)]
-        if _cells(finer) == _cells(sides) or _cells(finer) > budget:
+        finer = _with_cuts(sides, changes)
+        if _cells(finer) > budget:  # room is made where the rule has breakpoints and this sampler has none
+            finer = _with_cuts(_needed(sides, answers.reshape(lattice.shape)), changes)
+        if _cells(finer) > budget or all(np.array_equal(x, y) for x, y in zip(finer, sides, strict=True)):
             break
         sides = finer
+    unresolved = differs.any(axis=1)
     rows, vocab = given.target.shape
     summed = np.bincount(answers, weights=lattice.volume, minlength=ask.size).reshape(rows + 1, vocab + 1, 2)
     exact = np.zeros_like(summed)
@@ -242,6 +247,20 @@ def _sum_draft(sampler: CoinSampler, step: Step, rule: Rule, given: Given, budge
         walks=ask.walks,
         odd=odd,
     )
+
+
+def _with_cuts(sides: Sequence[Floats], places: Sequence[Floats]) -> list[Floats]:
+    return [_side(np.concatenate([side[1:-1], new])) for side, new in zip(sides, places, strict=True)]
+
+
+def _needed(sides: Sequence[Floats], answers: Codes) -> list[Floats]:
+    """The sides without the cuts at which no cell answers differently from its neighbour; answers: one axis a coin."""
+    kept = []
+    for axis, side in enumerate(sides):
+        others = tuple(other for other in range(answers.ndim) if other != axis)
+        changes = (np.diff(answers, axis=axis) != 0).any(axis=others)
+        kept.append(np.concatenate([side[:1], side[1:-1][changes], side[-1:]]))
+    return kept
 
 
 class _Asker:

@@ -17,6 +17,7 @@ from audit.sampler_cases import small_step
 from audit.summed_law import EDGE, MARGIN, SummedLaw, summed_law
 from faults.sampler import SAMPLER_FAULTS
 from lumotree import select
+from lumotree.backends.peer_samplers import _single
 from lumotree.errors import InputError
 from lumotree.select_types import Coins, Step, Walks
 from lumotree.tree import Tree
@@ -120,6 +121,44 @@ def test_a_test_against_the_target_alone_is_off_for_certain(name: str) -> None:
     found = summed_law(faulty, step, RULES["multiround"], 1 << 14)  # type: ignore[arg-type]
     assert found.unresolved < 1e-6
     assert found.tv >= fault_law(SAMPLER_FAULTS["q_one"], step).tv - 1e-6
+
+
+class OneCoinARow:
+    """The naive rule's law from other coins: the accept coin of a row's first child chooses among the children, against
+    the running sum of their target; the residual coin of the last row draws from what is left. As sglang's kernel, in
+    float32 as well, so that its breakpoints lie beside those of the exact law."""
+
+    def select(self, step: Step, tokens: Tensor, coins: Coins) -> Walks:
+        count, tree, target = len(coins.accept), step.tree, step.target.float()
+        accept, residual = _single(coins.accept), _single(coins.residual)
+        drafts = tokens.expand(count, -1)
+        last = torch.zeros(count, dtype=torch.int64)
+        left = target[None].repeat(count, 1, 1)
+        for row in tree.active_rows:
+            here = torch.nonzero(last == row)[:, 0]
+            running = torch.zeros(len(here))
+            for child in tree.active_children(row):
+                token = drafts[here, child]
+                running = running + target[row][token]
+                taken = (last[here] == row) & (accept[here, tree.active_children(row)[0]] < running)
+                last[here[taken]] = child
+                left[here, row, token] = 0.0
+        end = torch.arange(count)
+        cdf = torch.cumsum(left[end, last], 1)
+        threshold = residual[end, last] * cdf[:, -1]
+        bonus = torch.searchsorted(cdf, threshold[:, None], right=True)[:, 0]
+        inner = torch.tensor([bool(tree.active_children(row)) for row in range(tree.n)])
+        return Walks(last, bonus, inner[last], tokens)
+
+
+def test_expected_breakpoints_that_a_sampler_does_not_have_make_room_for_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    step = small_step("mixed-4", True)
+    found = summed_law(OneCoinARow(), step, RULES["naive"], 1 << 14)
+    assert found.unresolved == 0 and found.bound < 1e-6
+    monkeypatch.setattr(summed_module, "_needed", lambda sides, answers: list(sides))
+    assert summed_law(OneCoinARow(), step, RULES["naive"], 1 << 14).unresolved > 0.01
 
 
 @pytest.mark.parametrize("budget", [150, 1 << 13])
