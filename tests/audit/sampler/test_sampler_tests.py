@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from scipy import stats
 
 from audit.power import rejection_power
-from audit.rule_law import multi_round_law, naive_law
+from audit.rule_law import draft_marginals, multi_round_law, naive_law
 from audit.sampler_tests import TestResult, adjusted, band_cells, battery, token_cells
-from audit.walk_tally import WalkTally
+from audit.walk_tally import WalkTally, quarters
 from lumotree.select_types import Walks
 
 N, LEVEL = 20_000, 1e-3
@@ -28,6 +30,20 @@ def run(sampler, step, law, walks=N, seeds=(1, 2)):
 
 def rejects(result: TestResult, share: float) -> bool:
     return result.p_value is not None and result.p_value <= share
+
+
+def table_power(table, n: int, df: int, share: float) -> float:
+    """Power of an independence test on n pairs from this joint law [R, C], against the product of its margins."""
+    law = np.asarray(table, np.float64) / np.sum(table)
+    free = np.outer(law.sum(1), law.sum(0))
+    distance = float(((law - free)[free > 0] ** 2 / free[free > 0]).sum())
+    return float(stats.ncx2.sf(stats.chi2.isf(share, df), df, n * distance))
+
+
+def coupled(margin, share: float):
+    """Joint law of two classes with this margin that are equal for certain in a part `share` of the pairs."""
+    margin = margin / margin.sum()
+    return (1 - share) * np.outer(margin, margin) + share * np.diag(margin)
 
 
 @pytest.mark.parametrize("stochastic", [False, True])
@@ -101,6 +117,14 @@ def test_refused_sees_a_bonus_from_the_target(lab):
     assert rejects(results["refused@0"], share)
 
 
+def quarter_margin(step, law):
+    """Law of the class of the bonus, over all rows at which a walk may end."""
+    margin = np.zeros(4)
+    for row in step.tree.active_rows:
+        np.add.at(margin, quarters(step.target[row].numpy()), law.reach[row] * law.bonus[row])
+    return margin
+
+
 def sticky(coins):
     """One walk in five takes over all coins of the walk before it."""
     repeat = np.flatnonzero(np.random.default_rng(9).random(coins.shape[1]) < 0.2)
@@ -115,8 +139,8 @@ def test_lag_sees_coins_that_are_not_advanced(lab):
     law = multi_round_law(step)
     _, results, share = run(lab.Reference(coins=sticky), step, law)
     ends = law.reach * law.bonus.sum(1)
-    pairs = 0.8 * np.outer(ends, ends) + 0.2 * np.diag(ends)
-    assert rejection_power(pairs.ravel(), np.outer(ends, ends).ravel(), N - 2, share) > 0.99
+    assert table_power(coupled(ends, 0.2), N - 2, results["lag-last"].df, share) > 0.99
+    assert table_power(coupled(quarter_margin(step, law), 0.2), N - 2, results["lag-bonus"].df, share) > 0.99
     assert rejects(results["lag-last"], share)
     assert rejects(results["lag-bonus"], share)
 
@@ -138,9 +162,11 @@ def test_lag_mixed_sees_a_residual_coin_used_as_the_next_accept_coin(lab):
 
 def test_streams_see_a_seed_that_is_ignored(lab):
     step = lab.step(False)
+    law = multi_round_law(step)
     _, results, share = run(lab.Reference(seed=lambda _: 3), step, None)
-    df = results["stream-last"].df  # a diagonal table of k categories: noncentrality n (k - 1)
-    assert stats.ncx2.sf(stats.chi2.isf(share, df), df, N / 2 * np.sqrt(df)) > 0.99
+    ends = law.reach * law.bonus.sum(1)
+    assert table_power(coupled(ends, 1), N // 2, results["stream-last"].df, share) > 0.99
+    assert table_power(coupled(quarter_margin(step, law), 1), N // 2, results["stream-bonus"].df, share) > 0.99
     assert rejects(results["stream-last"], share)
     assert rejects(results["stream-bonus"], share)
 
@@ -153,10 +179,19 @@ def test_within_and_drafts_see_one_coin_for_all_drafts(lab):
 
     step = lab.step(True)
     _, results, share = run(lab.Reference(coins=shared), step, None)
-    df = results["drafts@0"].df
-    assert stats.ncx2.sf(stats.chi2.isf(share, df), df, N) > 0.99  # nearly diagonal: more than n
+    other, _, _ = run(lab.Reference(coins=shared), step, None, seeds=(11, 12))  # the laws of both tables, counted apart
+    drafts, within = results["drafts@0"], results["within@1"]
+    assert table_power(other.drafts[0], drafts.n, drafts.df, share) > 0.99
+    assert table_power(other.within[1], within.n, within.df, share) > 0.99
     assert rejects(results["drafts@0"], share)
     assert rejects(results["within@1"], share)
+
+
+def pairs_of(law):
+    """Law of the first two siblings, drawn without replacement."""
+    pairs = law[:, None] * law[None] / (1 - law)[:, None]
+    np.fill_diagonal(pairs, 0.0)
+    return pairs.ravel()
 
 
 def test_first_second_and_third_see_drafts_from_another_law(lab):
@@ -166,7 +201,10 @@ def test_first_second_and_third_see_drafts_from_another_law(lab):
     step = lab.step(True)
     _, results, share = run(lab.Reference(law=other), step, None)
     clean = step.laws[0].numpy()
-    assert rejection_power(other(clean), clean, N, share) > 0.99
+    wrong = other(clean)
+    assert rejection_power(wrong, clean, N, share) > 0.99
+    assert rejection_power(pairs_of(wrong), pairs_of(clean), N, share) > 0.99
+    assert rejection_power(draft_marginals(wrong, 3)[2], draft_marginals(clean, 3)[2], N, share) > 0.99
     for name in ("first@0", "second@0", "third@0"):
         assert rejects(results[name], share)
 
@@ -204,6 +242,30 @@ def test_impossible_outcomes_are_noted_outright(lab, field, value, message):
     tally.add(walks)
     tally.note_zero_emissions()
     assert any(message.replace("row 0", "row 3") in str(v) for v in tally.violations)
+
+
+def test_a_leak_to_a_token_of_probability_zero_is_seen_at_its_computed_rate(lab):
+    """A row leaks 1 in 2,000: one emission is enough, so a run of n walks sees it with 1 - (1 - rate)^n."""
+    step, leak, runs, walks = lab.step(False), 1 / 2_000, 200, 2_000
+
+    def leaking(p):
+        q = p * (1 - leak)
+        q[0] = leak
+        return q
+
+    law = multi_round_law(replace(step, target=torch.from_numpy(np.stack([leaking(p) for p in step.target.numpy()]))))
+    power = 1 - (1 - float(law.reach @ law.bonus[:, 0])) ** walks
+    assert power > 0.6
+
+    def noted(sampler, seed):
+        tally = WalkTally(step)
+        tally.add(sampler.walk(step, walks, seed))
+        tally.note_zero_emissions()
+        return any("probability zero: token 0" in str(v) for v in tally.violations)
+
+    seen = sum(noted(lab.Reference(target=leaking), seed) for seed in range(runs))
+    assert stats.binomtest(seen, runs, power).pvalue > 1e-4
+    assert not any(noted(lab.Reference(), seed) for seed in range(20))
 
 
 def test_a_fixed_draft_that_changes_is_noted(lab):
