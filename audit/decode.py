@@ -23,7 +23,7 @@ from audit.decode_judge import Verdict, judge_surfaces, judge_tokens, same_runs
 from audit.decode_report import Found, checks_of, facts, findings_of
 from audit.decode_setup import capacity_for, check_positions, open_stack, poisoned, prompts_of, requests_of
 from audit.decode_stats import CycleCost, ModeStats, bench_cycles, stats_of
-from audit.decode_tasks import Bench, Broken, ControlTask, ModeTask, PlainTask, ReplayTask, Task, bench
+from audit.decode_tasks import Bench, Broken, ControlTask, LocateTask, ModeTask, PlainTask, ReplayTask, Task, bench
 from audit.decode_types import LAWS, MODES, ModeRun, Options, Truth
 from audit.environment import environment
 from audit.render.progress import Progress
@@ -73,7 +73,7 @@ def run_decode(options: Options) -> Run:
     found = Found()
     with bench(options, stack) as machine:
         first = _first_tasks(options)
-        replays = 2 if machine.pool is not None else 1
+        replays = min(machine.width, options.runs * len(options.modes)) if "sampled" in options.laws else 0
         with Progress(len(first) + replays, "decode") as progress:
             results = []
             for task, result in machine.run(first):
@@ -83,6 +83,8 @@ def run_decode(options: Options) -> Run:
             found.verdicts = {} if found.plain is None else {"greedy": _judge_greedy(found, found.plain)}
             if "sampled" in options.laws:
                 found.verdicts["sampled"] = _judge_sampled(found, machine, replays, progress)
+            if not options.every:
+                _locate(found, machine)
         found.stats = _stats(found.runs, options)
         if {WIDE, CHAIN} <= set(options.modes):
             found.cost = _cost(options, stack)
@@ -165,6 +167,23 @@ def _judge_sampled(found: Found, machine: Bench, parts: int, progress: Progress)
                 judge_tokens(verdict, run, truth)
             judge_surfaces(verdict, run, truth)
     return verdict
+
+
+def _locate(found: Found, machine: Bench) -> None:
+    """Where only ends were compared and one differs: find the first cycle, by running that mode once more."""
+    for law, verdict in found.verdicts.items():
+        names = {d.run for d in verdict.departures if d.what != "tokens"}
+        run = next((r for r in found.runs if r.law == law and r.name in names), None)
+        if run is None:
+            continue
+        for _, result in machine.run([LocateTask(ModeTask(run.mode, law, run.run))]):
+            if isinstance(result, Broken):
+                continue
+            again, truth = result
+            near = Verdict.empty()
+            judge_surfaces(near, again, truth)
+            kept = [d for d in verdict.departures if d.run != run.name or d.what == "tokens"]
+            verdict.departures[:] = [*near.departures, *kept]
 
 
 def _stats(runs: Sequence[ModeRun], options: Options) -> list[ModeStats]:

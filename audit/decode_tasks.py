@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +19,9 @@ from audit.decode_types import ModeRun, Options, Truth
 from audit.runner import default_workers
 from lumotree.cycle_types import Stack
 from lumotree.errors import BackendError, DecodeError
+
+#: Requests that are decoded again in another batch.
+TURNED = 8
 
 _worker: tuple[Options, Stack] | None = None
 
@@ -47,7 +50,7 @@ class PlainTask:
 
 @dataclass(frozen=True)
 class ModeTask:
-    """One mode under one law. turned: in a batch of half the size, requests in reverse order."""
+    """One mode under one law. turned: the first few requests in a batch of half their number, in reverse order."""
 
     mode: str
     law: str
@@ -62,16 +65,35 @@ class ModeTask:
         requests = requests_of(options, stack, self.mode, self.law, self.run)
         batch = min(options.batch, len(requests))
         if self.turned:
-            requests, batch = requests[::-1], max(1, batch // 2)
+            requests = requests[:TURNED][::-1]
+            batch = max(1, len(requests) // 2)
         capacity = capacity_for(requests, batch)
         return run_mode(stack, requests, capacity, (self.mode, self.law, self.run), every=options.every)
 
 
 @dataclass(frozen=True)
+class LocateTask:
+    """A run once more, its surfaces read after every cycle, and plain decoding of what it emitted at the same places:
+    for the first cycle that departs, where only the ends were compared before."""
+
+    again: ModeTask
+
+    @property
+    def label(self) -> str:
+        return f"{self.again.label}, cycle by cycle"
+
+    def __call__(self, options: Options, stack: Stack) -> tuple[ModeRun, Truth]:
+        run = self.again(replace(options, every=True), stack)
+        (truth,) = ReplayTask((run,), follow=True)(options, stack)
+        return run, truth
+
+
+@dataclass(frozen=True)
 class ReplayTask:
-    """Plain decoding of what sampled runs emitted; a run without drafts is decoded anew, by its own coins."""
+    """Plain decoding of what runs emitted; one without drafts is decoded anew, by its own coins, unless `follow`."""
 
     runs: tuple[ModeRun, ...]
+    follow: bool = False
 
     @property
     def label(self) -> str:
@@ -84,7 +106,8 @@ class ReplayTask:
             for request in requests_of(options, stack, run.mode, run.law, run.run):
                 if run.outputs.get(request.number):
                     requests.append(request)
-                    outputs.append(None if run.mode == "plain" else run.outputs[request.number])
+                    anew = run.mode == "plain" and not self.follow
+                    outputs.append(None if anew else run.outputs[request.number])
                     asked.append(lengths.get(request.number, set()))
         found = iter(zip(requests, run_plain(stack, requests, outputs, asked), strict=True)) if requests else iter(())
         truths = []
@@ -120,10 +143,10 @@ class Broken:
 
 
 class Bench:
-    """Runs tasks in worker processes, or in this one; the stack is opened once in each."""
+    """Runs tasks in `width` worker processes, or in this one; the stack is opened once in each."""
 
-    def __init__(self, options: Options, stack: Stack, pool: ProcessPoolExecutor | None) -> None:
-        self.options, self.stack, self.pool = options, stack, pool
+    def __init__(self, options: Options, stack: Stack, pool: ProcessPoolExecutor | None, width: int = 1) -> None:
+        self.options, self.stack, self.pool, self.width = options, stack, pool, width
 
     def run(self, tasks: Sequence[Task]) -> Iterator[tuple[Task, Any]]:
         """Results in the order of the tasks, `Broken` for one that failed. Raises BackendError when a worker dies."""
@@ -157,7 +180,7 @@ def bench(options: Options, stack: Stack) -> Iterator[Bench]:
             return
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(workers, context, initializer=_start, initargs=(options,)) as pool:
-            yield Bench(options, stack, pool)
+            yield Bench(options, stack, pool, workers)
     finally:
         torch.set_num_threads(threads)
 

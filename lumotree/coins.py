@@ -89,13 +89,25 @@ def coins_at(seed: int, request: int, cycle: int, rows: Sequence[int]) -> tuple[
 
     Raises InputError naming the number out of range.
     """
+    accept, residual = _coins_of_rows(seed, request, cycle, rows, Purpose.ACCEPT // 2)
+    return accept.tolist(), residual.tolist()
+
+
+def draft_coins_at(seed: int, request: int, cycle: int, rows: Sequence[int]) -> NDArray[np.float64]:
+    """Draft coins of some rows of one request, float64 `[rows]`: those of `draft_coins`, all in one call."""
+    return _coins_of_rows(seed, request, cycle, rows, Purpose.DRAFT // 2)[Purpose.DRAFT % 2]
+
+
+def _coins_of_rows(
+    seed: int, request: int, cycle: int, rows: Sequence[int], block: int
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     key, numbers, turn = _key(seed), _requests([request]), _number("cycle", cycle, 1 << 32)
     for row in (min(rows, default=0), max(rows, default=0)):
         _number("row", row, MAX_ROW)
-    tail = np.asarray(rows, np.uint64) * np.uint64(256) + np.uint64(Purpose.ACCEPT // 2)
+    tail = np.asarray(rows, np.uint64) * np.uint64(256) + np.uint64(block)
     low, high = (np.broadcast_to(part, tail.shape) for part in (numbers & _MASK, numbers >> _SHIFT))
     words = philox4x32((low, high, np.full(1, turn, np.uint64), tail), key)
-    return _to_unit(words[0], words[1]).tolist(), _to_unit(words[2], words[3]).tolist()
+    return _to_unit(words[0], words[1]), _to_unit(words[2], words[3])
 
 
 def draft_coins(

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lumotree.coins import draft_coins
+from lumotree.coins import draft_coins_at
 from lumotree.draft_choice import BudgetSearch, drawn, joined, ranked, sparse
 from lumotree.draft_head import Growth, Law, run_head
 from lumotree.draft_types import Drafter, DraftRequest, DraftState, Proposal
@@ -108,6 +108,7 @@ class _Filling:
         self.growth = Growth(request)
         self.place = {0: 0}
         self.laws: dict[int, Law] = {}
+        self.coins: NDArray[np.float64] | None = None
         self.sampled = drafter.sampled and request.params.temperature > GREEDY_TEMPERATURE
 
     def open_rows(self, level: int) -> list[int]:
@@ -165,9 +166,10 @@ class _Filling:
         return [c for c in self.drafter.shape.children(row) if c < len(self.parents) and self.usable[c]]
 
     def _coins(self, rows: list[int]) -> NDArray[np.float64]:
-        request = self.request
-        coins = draft_coins(request.seed, [request.number], request.cycle, len(self.parents), rows)
-        return coins[0].numpy()[rows]
+        if self.coins is None:
+            r = self.request
+            self.coins = draft_coins_at(r.seed, r.number, r.cycle, range(len(self.parents)))
+        return self.coins[rows]
 
     def _assign(self, children: list[int], tokens: list[int]) -> None:
         for child, token in zip(children, tokens, strict=False):

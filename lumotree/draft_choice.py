@@ -5,15 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from lumotree.errors import InputError
-from lumotree.select_draft import drafts_from_coins
-from lumotree.select_prepare import prepare, to_units
-from lumotree.select_types import Step
+from lumotree.select_reference import GRID
 from lumotree.tree import Tree
-from lumotree.tree_named import star
 
 Law = NDArray[np.float64]
 
@@ -47,12 +43,19 @@ def drawn(law: Law, coins: NDArray[np.float64]) -> list[int]:
 
     Fewer where the law gives weight to fewer tokens (on the grid of 2^-52, which selection works on too).
     """
-    weights = torch.from_numpy(law)
-    count = min(len(coins), int(torch.count_nonzero(to_units(weights))))
-    rows = weights.expand(count + 1, -1)
-    step = prepare(Step(star(count + 1, tokens=[0] * (count + 1), vocab=len(law)), rows, rows))
-    drafts = drafts_from_coins(step, torch.tensor([[0.0, *coins[:count]]], dtype=torch.float64))
-    return [int(token) for token in drafts[0, 1:]]
+    units = np.rint(law * GRID)
+    tokens = np.flatnonzero(units)
+    weights = units[tokens]
+    cdf, found = np.cumsum(weights), list[int]()
+    mass = cdf[-1]
+    for coin in coins[: len(tokens)]:  # as `select_draft` does for many walks at once
+        threshold = np.floor(coin * mass)
+        for place in sorted(found):
+            if threshold >= cdf[place] - weights[place]:
+                threshold += weights[place]
+        found.append(int(np.searchsorted(cdf, threshold, side="right")))
+        mass -= weights[found[-1]]
+    return [int(tokens[place]) for place in found]
 
 
 @dataclass(frozen=True)

@@ -122,6 +122,18 @@ def test_a_fault_of_trees_alone_shows_in_the_first_cycle_that_branches(small, ba
     assert "cycle 0" not in first.case
 
 
+@pytest.mark.parametrize("law", ["greedy", "sampled"])
+def test_a_run_that_compares_ends_alone_still_names_the_first_cycle(small, backend_file, law):
+    name = backend_file(FAULTY.format(fault="state_not_published.gdn"))
+    report = run_decode(
+        replace(small, backend=name, modes=("hydra27",), laws=(law,), controls=False, every=False)
+    ).report
+    assert report.exit_code == 1
+    first = report.findings[0]
+    assert (first.check, first.request, first.layer) == (f"{law}_R", 0, 0)
+    assert first.case.startswith(f"hydra27 {law}, cycle 0")
+
+
 def test_the_command_exits_1_and_names_the_place(small, backend_file, capsys):
     name = backend_file(FAULTY.format(fault="history_not_published.conv"))
     words = ["decode", "--checkpoint", small.checkpoint, "--backend", name, "--prompts", "1", "--prompt-tokens", "8",
