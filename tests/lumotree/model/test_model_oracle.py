@@ -7,6 +7,7 @@ float64 result is bounded by the count of our roundings, and by the error of the
 
 from __future__ import annotations
 
+import functools
 import importlib
 import random
 from collections.abc import Callable
@@ -22,12 +23,14 @@ from torch.overrides import TorchFunctionMode
 from lumotree.backends.batch import build_batch, flat_slots
 from lumotree.backends.protocol import BackendBase, Batch
 from lumotree.backends.torch_backend import TorchBackend
+from lumotree.byte_tokens import encode
 from lumotree.checkpoint import read_checkpoint
 from lumotree.contract import Contract
 from lumotree.mixers import StepSurfaces
 from lumotree.model import HybridModel
 from lumotree.model_config import FULL, LINEAR, ModelConfig
 from lumotree.mtp import MtpHead
+from lumotree.shipped import shipped_folder
 from lumotree.state import KVCache, Pools
 from lumotree.tree import Tree
 
@@ -355,11 +358,77 @@ def test_bf16_errors_are_those_of_its_roundings(tmp_path: Path) -> None:
     for name in ("logits", "hidden", *"RCKV"):
         got, their, want = (getattr(t, name) if len(name) > 1 else t.surfaces[name] for t in (ours, own, exact))
         assert rms(got, want) <= TOLERANCE16, name
-        # Theirs rounds wherever ours does and in five more places, so ours may be worse by chance only.
-        assert rms(got, want) <= 1.5 * rms(their, want), name
+        # Theirs rounds wherever ours does and in five more places; a factor of 2 either way is chance (see below).
+        assert rms(got, want) <= 2 * rms(their, want), name
     for change in ("norm not zero-centred", "gate before query", "conv taps reversed", "b and a swapped"):
         wrong = run_ours(HybridModel(*CHANGES[change](config, weights)), TOKEN_IDS, TorchBackend())
         assert rms(wrong.logits, exact.logits) > 2 * TOLERANCE16, change
+
+
+def their_layers(model: Any, tokens: Tensor, inputs: list[list[Tensor]]) -> Tensor:
+    """Outputs `[T, layers, H]` of their layers, each on the given input instead of what the layer before it made."""
+    outputs: list[list[Tensor]] = []
+    hooks = []
+    for i, layer in enumerate(model.model.layers):
+        given = functools.partial(lambda i, m, args: (inputs[len(outputs) - 1][i].view(1, 1, -1), *args[1:]), i)
+        hooks.append(layer.register_forward_pre_hook(given))
+        hooks.append(layer.register_forward_hook(lambda m, args, out: outputs[-1].append(out[0, 0])))
+    cache = transformers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        for token in tokens:
+            outputs.append([])
+            model.model(input_ids=token.view(1, 1), cache=cache, use_cache=True)
+    for hook in hooks:
+        hook.remove()
+    return torch.stack([torch.stack(row) for row in outputs])
+
+
+def our_layers(model: HybridModel, inputs: list[list[Tensor]]) -> Tensor:
+    """The same of ours, over the torch backend."""
+    backend = TorchBackend()
+    pools, rows = pools_for(model, backend), []
+    for position, given in enumerate(inputs):
+        surfaces = StepSurfaces(backend, pools, step_batch(position))
+        rows.append(torch.cat([block(x[None], surfaces) for block, x in zip(model.blocks, given, strict=True)]))
+    return torch.stack(rows)
+
+
+def layer_errors(got: Tensor, exact: Tensor) -> Tensor:
+    """RMS error of each layer over all tokens and channels."""
+    return (got.double() - exact).square().mean((0, 2)).sqrt()
+
+
+def load_shipped(dtype: torch.dtype) -> Any:
+    return transformers.Qwen3_5ForCausalLM.from_pretrained(
+        shipped_folder(), dtype=dtype, attn_implementation="eager"
+    ).eval()
+
+
+def test_the_shipped_weights_are_theirs_too() -> None:
+    """The trained model's own folder, loaded by both, on text.
+
+    In float64 to rounding. In bf16 layer by layer on the same rounded inputs, where ours may not be further from
+    float64 than theirs by more than chance: over 24 x 256 values the ratio of two equal RMS errors stays within a few
+    per cent. (End to end a handful of directions carry the error, and the ratio is anything between 1/2 and 2.)
+    """
+    config, checkpoint = read_checkpoint(shipped_folder())
+    tokens = torch.tensor(encode("def distance(a, b):\n    return abs(a - b)\n")[: 2 * TOKENS])
+    weights = {name: value.double() for name, value in checkpoint.items()}
+    with InFloat64():
+        exact = run_theirs(load_shipped(torch.float64), tokens, config.conv_width)
+    ours = run_ours(HybridModel(replace(config, dtype=torch.float64), weights), tokens, WideBackend())
+    layers, width = len(config.layer_kinds), config.intermediate + 2 * config.hidden + config.hv * config.dv
+    found = differences(ours, exact)
+    assert {name: value for name, value in found.items() if not value <= len(tokens) * layers * width * 2.0**-53} == {}
+
+    inputs = [[given[0].to(torch.bfloat16) for given, _ in row] for row in exact.inner]
+    wanted = torch.stack([torch.stack([out[0] for _, out in row]) for row in exact.inner])
+    theirs = layer_errors(their_layers(load_shipped(torch.bfloat16), tokens, inputs), wanted)
+    mine = layer_errors(our_layers(HybridModel(config, checkpoint), inputs), wanted)
+    assert bool((mine <= 1.1 * theirs).all()), mine / theirs
+    off = {name: value * 1.02 if name.endswith("dt_bias") else value for name, value in checkpoint.items()}
+    worse = layer_errors(our_layers(HybridModel(replace(config, rotary_dim=8), off), inputs), wanted)
+    assert bool((worse > 1.1 * theirs).all()), worse / theirs
 
 
 # The MTP head, judged by transformers' own layer of that kind
