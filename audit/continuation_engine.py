@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from audit.continuation_draft import own_drafter
 from audit.continuation_harvest import DEEPEST
 from audit.continuation_native import Snapshot, to_host
 from audit.continuation_plan import Script
@@ -26,27 +27,45 @@ from lumotree.recorder import CycleRecorder, Drafted, Recorder
 from lumotree.requests import Request
 from lumotree.slots import Capacity
 from lumotree.surfaces import Surfaces
+from lumotree.tree import Tree
 
 #: The request that sits beside the audited ones and must not be touched.
 BYSTANDER = 10_000
 
 
 class _Scripted:
-    """A drafter that proposes the trees of the scripts."""
+    """A drafter that proposes the trees of the scripts.
+
+    A model with a head also drafts as it would when serving: what it drafts from the published state D must be what it
+    drafted when the script was harvested.
+    """
 
     name, needs_head = "scripted", False
 
-    def __init__(self, scripts: Mapping[int, Script]) -> None:
-        self.scripts = scripts
+    def __init__(self, scripts: Mapping[int, Script], outcome: Outcome) -> None:
+        self.scripts, self.outcome = scripts, outcome
 
     def propose(self, requests: Sequence[DraftRequest], state: DraftState) -> list[Proposal]:
         """The prompt's last chunk is cycle 0, so the first tree is that of cycle 1."""
-        return [Proposal(self.scripts[r.number].cycles[r.cycle - 1].tree) for r in requests]
+        trees = [self.scripts[r.number].cycles[r.cycle - 1].tree for r in requests]
+        for request, tree in zip(requests, trees, strict=True):
+            if state.head is not None and tree.n > 1:
+                self._compare(request, tree, own_drafter(tree).propose([request], state)[0].tree)
+        return [Proposal(tree) for tree in trees]
+
+    def _compare(self, request: DraftRequest, script: Tree, drafted: Tree) -> None:
+        rows = [r for r in drafted.active_rows if r]
+        self.outcome.drafted += len(rows)
+        odd = [r for r in rows if drafted.tokens[r] != script.tokens[r]]
+        if odd:
+            where = f"{self.scripts[request.number].name} cycle {request.cycle - 1} row {odd[0]}"
+            self.outcome.drafts.append(f"{where}: {drafted.tokens[odd[0]]}, harvested {script.tokens[odd[0]]}")
 
 
 @dataclass
 class Outcome:
-    """What one engine run left: snapshots by script, memory that changed and should not have, what was recorded."""
+    """What one engine run left: snapshots by script; memory that changed and should not have, of `watched` looks;
+    imported states that read back otherwise; drafted tokens that are not the harvested ones, of `drafted`."""
 
     trace: dict[str, list[Snapshot]] = field(default_factory=dict)
     touched: list[str] = field(default_factory=list)
@@ -54,6 +73,8 @@ class Outcome:
     account: Account = field(default_factory=Account)
     forwards: int = 0
     readback: list[str] = field(default_factory=list)
+    drafts: list[str] = field(default_factory=list)
+    drafted: int = 0
 
 
 class Engine:
@@ -75,7 +96,8 @@ class Engine:
         note: Callable[[str], None] = lambda name: None,
     ) -> None:
         self.scripts = {s.number: s for s in scripts}
-        self.drafter, self.outcome, self.note = _Scripted(self.scripts), Outcome(), note
+        self.outcome, self.note = Outcome(), note
+        self.drafter = _Scripted(self.scripts, self.outcome)
         model, backend = stack.model, stack.backend
         self.contract = backend.contract
         if fault is not None and fault.backend is not None:
@@ -183,7 +205,7 @@ class Engine:
             self._end(self.watched.cycle, verified)
         return self._rows(verified, decisions)
 
-    def _demanded(self, turn: Turn):  # type: ignore[no-untyped-def]
+    def _demanded(self, turn: Turn) -> Tree:
         """The tree that the script demands, not the one that the engine made of it."""
         script = self.scripts[turn.request.number]
         return turn.tree if turn.feed else script.cycles[turn.cycle - 1].tree

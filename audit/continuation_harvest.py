@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from audit.continuation_draft import ContextDrafter
+from audit.continuation_draft import HarvestDrafter
 from audit.continuation_plan import CYCLES, KINDS, LIVE, Forced, Script, planned_ends
 from lumotree.cycle import Decoder
 from lumotree.cycle_types import SavedRequest, Stack
@@ -72,7 +72,7 @@ def harvest(
     texts: Sequence[Sequence[int]],
     note: Callable[[str], None] = lambda name: None,
 ) -> list[Script]:
-    """Decode every course greedily and return what happened. texts: see ContextDrafter. Raises as a decoder does."""
+    """Decode every course greedily and return what happened. texts: see HarvestDrafter. Raises as a decoder does."""
     fed: dict[tuple[int, ...], SavedRequest] = {}
     return [_one(stack, course, texts, fed, note) for course in plan]
 
@@ -82,7 +82,9 @@ def _one(
     note: Callable[[str], None],
 ) -> Script:  # fmt: skip
     # The first token comes with the prompt's own cycle, so decoding cycles are numbered from 1.
-    drafter = ContextDrafter(texts, lambda cycle: shape_of(course.shapes[cycle - 1]), stack.model.vocab)
+    drafter = HarvestDrafter(
+        texts, lambda cycle: shape_of(course.shapes[cycle - 1]), stack.model.vocab, head=stack.head is not None
+    )
     longest = len(course.prompt) + DEEPEST * len(course.shapes)
     decoder = Decoder(stack, Capacity(slots=1, context=longest))
     request = Request(course.number, course.prompt, longest - len(course.prompt) + 1, drafter=drafter)

@@ -131,12 +131,14 @@ def _gates(j: Judged) -> list[Check]:
     touched = [t for r in runs for t in r.touched]
     readback = [b for r in runs for b in r.readback]
     rows, watched = sum(r.account.rows for r in runs), sum(r.watched for r in runs)
+    drafts, drafted = [x for r in runs for x in r.drafts], sum(r.drafted for r in runs)
     imported = sum(d.task.kind in ("cold", "primed") for d in j.found.outcomes)
     return [
         _gate("gate.prompt", "prompt parity", len(prompt), odd),
         _gate("gate.import", "imported state read back", imported, readback),
         _gate("gate.inputs", "input rows of each forward", rows, wrong),
         _gate("gate.elsewhere", "all else untouched", watched, touched),
+        *([_gate("gate.drafts", "drafts as harvested", drafted, drafts)] if j.found.head else []),
         _called_gate(j),
         _native_gate(j),
     ]

@@ -74,7 +74,8 @@ class Done:
 @dataclass
 class Found:
     """Everything a run has seen. compared: arm, or "candidate", "batch" or a control's fault and place -> script ->
-    behind the prompt and each cycle, held against arm A as soon as it came; snapshots are not kept."""
+    behind the prompt and each cycle, held against arm A as soon as it came; snapshots are not kept. layers: recurrent
+    and attention layers; head: whether the model drafts."""
 
     scripts: list[Script]
     compared: dict[str, ComparedTrace] = field(default_factory=dict)
@@ -84,6 +85,7 @@ class Found:
     drift: Drift | None = None
     recorded: Report | None = None
     layers: tuple[int, int] = (0, 0)
+    head: bool = False
 
 
 def _play(task: Task, stack: Stack) -> Outcome:
@@ -165,7 +167,7 @@ def collect(
     with _pool(spec, workers) as pool:
         parts = [pool.submit(_harvest, plan[i::workers], texts) for i in range(workers)]
         by_name = {s.name: s for part in parts for s in part.result()}
-        found = Found([by_name[c.name] for c in plan], layers=_layers(stack))
+        found = Found([by_name[c.name] for c in plan], layers=_layers(stack), head=stack.head is not None)
         first = [pool.submit(_work, t) for t in early(found.scripts, folder)]
         reference = native_trace(stack, found.scripts, ARMS["A"])
         found.pids["A"] = os.getpid()
