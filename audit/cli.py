@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     _common(check)
     check.add_argument(
         "--suite",
-        choices=("component", "sampler", "all"),
+        choices=("component", "sampler", "continuation", "all"),
         default=None,
         help="which suite to run (default: all for an unrestricted check of the backends torch and triton, whose "
         "selection rule is ours, else component; restricted is a check with --shape, --sets, --instances, --device, "
@@ -151,6 +151,8 @@ def _run(args: argparse.Namespace, command: str) -> int:
         codes.append(_audit(args, command))
     if "sampler" in suites:
         codes.append(_check_sampler(args, command, nested=len(suites) > 1))
+    if "continuation" in suites:
+        codes.append(continuation_cli.check(args, command, nested=len(suites) > 1))
     return _worst(codes)
 
 
@@ -159,17 +161,19 @@ def _suites(args: argparse.Namespace) -> tuple[str, ...]:
     if args.command == "calibrate":
         return ("component",)
     component_only = bool(args.only) or args.graph
-    if component_only and args.suite in ("sampler", "all"):
+    if component_only and args.suite not in (None, "component"):
         from lumotree.errors import InputError
 
         raise InputError(f"--suite {args.suite}: --only and --graph belong to the component suite; leave them out, or "
                          "use lumotree-audit sample --only STEP")  # fmt: skip
-    if args.suite in ("component", "sampler"):
+    if args.suite in ("component", "sampler", "continuation"):
         return (args.suite,)
     restricted = component_only or args.device != "cpu" or any((args.shape, args.sets, args.instances))
     if args.suite is None and (restricted or args.backend not in ("torch", "triton")):
         return ("component",)
-    return ("component", "sampler")
+    # Under Triton's interpreter a whole model would take hours.
+    interpreted = args.backend == "triton" and args.device == "cpu"
+    return ("component", "sampler") if interpreted else ("component", "sampler", "continuation")
 
 
 def _worst(codes: Sequence[int]) -> int:

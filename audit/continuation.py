@@ -35,11 +35,13 @@ CONTROL_PREFIXES = 2
 
 @dataclass(frozen=True)
 class Options:
-    """What a run was asked for. drift: tokens that are decoded in one go, 0 = none."""
+    """What a run was asked for. drift: tokens that are decoded in one go, 0 = none. calibrated: calibration prefixes,
+    whose native spread also judges the candidate, 0 = none."""
 
     spec: StackSpec = field(default_factory=StackSpec)
     seed: int = 1
     drift: int = DRIFT_TOKENS
+    calibrated: int = 0
     workers: int | None = None
     command: str = "lumotree-audit continue"
 
@@ -60,11 +62,12 @@ def check(options: Options) -> Run:
     torch.set_num_threads(1)
     try:
         stack = make_stack(options.spec)
+        own = tuple(prompts(stack, options.calibrated, "calibration", options.seed))
         plan = courses(prompts(stack, 6, "heldout", options.seed), options.seed)
         with workspace() as folder:
             found = collect(
                 options.spec, stack, plan,
-                lambda scripts, at: _early(options, scripts, at), lambda scripts, at: _late(options, scripts, at),
+                lambda scripts, at: _early(options, own, scripts, at), lambda scripts, at: _late(options, scripts, at),
                 _workers(options), folder,
             )  # fmt: skip
     finally:
@@ -84,9 +87,13 @@ def _named(options: Options) -> str:
     return parts.pop() if len(parts) == 1 else "none"
 
 
-def _early(options: Options, scripts: Sequence[Script], folder: Path) -> list[Task]:
+def _early(
+    options: Options, calibration: tuple[tuple[int, ...], ...], scripts: Sequence[Script], folder: Path
+) -> list[Task]:  # fmt: skip
     """Longest first."""
     tasks = []
+    if calibration:
+        tasks.append(Task("calibration", "", (), tokens=options.seed, prompts=calibration))
     if options.drift:
         name = str(model_folder(options.spec))
         tasks.append(Task("drift", name, (scripts[0],), tokens=options.drift))
@@ -180,6 +187,8 @@ def _reproduce(options: Options) -> str:
         words += ["--checkpoint", spec.checkpoint]
     if spec.device != "cpu":
         words += ["--device", spec.device]
+    if options.calibrated:
+        words += ["--calibrated", str(options.calibrated)]
     if options.drift != DRIFT_TOKENS:
         words += ["--drift", str(options.drift)]
     return shlex.join(words)

@@ -18,6 +18,8 @@ def register(commands: Any) -> None:
     sub.add_argument("--seed", type=_count, default=1, help="seed of the plan (default 1)")
     sub.add_argument("--drift", type=_count, default=2_000, metavar="N", help="tokens decoded in one go, against "
                      "float64 (default 2,000; 0 = none)")  # fmt: skip
+    sub.add_argument("--calibrated", type=_count, default=0, metavar="N", help="also judge by the spread of correct "
+                     "native decoders on N calibration prefixes (default 0 = not; 24 is a good number)")  # fmt: skip
     sub.add_argument("--workers", type=_count, default=None, help="worker processes (default: one a core, at least 1)")
     sub.add_argument("--dump", default=None, metavar="DIR", help="judge cycles recorded elsewhere "
                      "(lumotree/recorder.py) instead of running any")  # fmt: skip
@@ -76,4 +78,24 @@ def options_of(args: argparse.Namespace, command: str) -> Any:
     if odd:
         raise InputError(f"--surface: expected NAME=BACKEND, for example conv=sglang, got {odd[0]!r}")
     spec = StackSpec(args.checkpoint, args.backend or "torch", tuple(surfaces), args.device)
-    return Options(spec, args.seed, args.drift, args.workers, command)
+    return Options(spec, args.seed, args.drift, args.calibrated, args.workers, command)
+
+
+def check(args: argparse.Namespace, command: str, nested: bool) -> int:
+    """The suite as a part of `check`. nested: its report goes into a folder of its own. Raises InputError."""
+    from audit import continuation
+    from audit.continuation_stack import StackSpec
+    from audit.render import check_writable, write_report
+    from audit.render.terminal import print_report
+    from audit.suite import check_device
+
+    check_device(args.device)
+    folder = f"{args.report}/continuation" if args.report and nested else args.report
+    if folder:
+        check_writable(folder)
+    spec = StackSpec(backend=args.backend, device=args.device)
+    done = continuation.check(continuation.Options(spec, args.seed, workers=args.workers, command=command))
+    if folder:
+        write_report(done.report, folder, done.frame)
+    print_report(done.report)
+    return done.report.exit_code

@@ -18,7 +18,7 @@ from lumotree.tree import Tree
 from lumotree.tree_named import chain, hydra27
 
 #: Prompt tokens fed in one cycle, by kind: the resumed schedule shares what the repeat has stored.
-CHUNKS = {"cold": 32, "repeat": 32, "resumed": 7, "mixed": 5, "control": 32}
+CHUNKS = {"cold": 32, "repeat": 32, "resumed": 7, "mixed": 5, "control": 32, "calibration": 32}
 #: The mixed schedule: zero drafts, chains, small trees, and trees of which the root alone is accepted, twice in a row.
 MIXED = ("hydra27", "root", "hydra27", "hydra27", "root", "chain:4", "comb:3", "root", "hydra27")
 MIXED_ENDS = (LIVE, 0, 0, 0, 0, 2, LIVE, 0, 12)

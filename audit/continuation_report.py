@@ -9,7 +9,7 @@ from typing import Any
 from audit.continuation_distance import SURFACES, Apart
 from audit.continuation_judge import Cell, Totals, cells_of, first_wrong, native_totals, total
 from audit.continuation_plan import KINDS, uncovered
-from audit.continuation_rules import FACTOR, FLOORS, within_bitwise
+from audit.continuation_rules import FACTOR, FLOORS, envelope_ratio, exceeding, unit, within_bitwise
 from audit.continuation_run import Done, Found
 from audit.continuation_watch import expected_calls
 from audit.report import Check, Control, Finding
@@ -57,6 +57,7 @@ def checks_of(j: Judged) -> list[Check]:
         _cycles_check(j),
         _greedy_check(j),
         _envelope_check(j),
+        *_calibrated_checks(j),
         *_batch_checks(j),
         *_gates(j),
         _ends_check(j),
@@ -111,6 +112,29 @@ def _envelope_check(j: Judged) -> Check:
     return Check(
         "continue.published", "published envelope", "all", "envelope", status, len(cells), None, worst, "d <= 2 R"
     )
+
+
+def heldout_units(j: Judged) -> list[dict[str, float]]:
+    """One unit a held-out prefix: the cold schedule, as long as a calibration's."""
+    names = dict.fromkeys(c.script.name for c in j.main if c.script.kind == "cold")
+    return [unit([c.candidate.apart for c in j.main if c.script.name == name]) for name in names]
+
+
+def _calibrated_checks(j: Judged) -> list[Check]:
+    if j.found.spread is None:
+        return []
+    rule, units = j.found.spread.rule(), heldout_units(j)
+    allowed, counts = rule.allowed(len(units)), exceeding(rule, units)
+    wrong = {s: k for s, k in counts.items() if k > allowed}
+    ratios = [envelope_ratio(u[s], bound / FACTOR) for u in units for s, bound in rule.bounds.items()]
+    note = ", ".join(f"{s}: {k} of {len(units)} prefixes above {rule.bounds[s]:.3g}" for s, k in wrong.items())
+    status = "fail" if wrong else "pass"
+    if allowed >= len(units):
+        status, note = "inconclusive", f"{rule.n} calibration prefixes are too few for any outcome to fail"
+    return [
+        Check("continue.calibrated", f"calibrated, {allowed} may exceed", "all", "calibrated", status,
+              len(units) * len(rule.bounds), None, max(ratios), "native spread", note),
+    ]  # fmt: skip
 
 
 def _batch_checks(j: Judged) -> list[Check]:
@@ -322,6 +346,12 @@ def facts_of(j: Judged) -> dict[str, Any]:
         "pids": dict(j.found.pids),
         "recorded": j.found.recorded.verdict if j.found.recorded else None,
     }
+    if j.found.spread is not None:
+        rule, m = j.found.spread.rule(), len(heldout_units(j))
+        facts["calibrated"] = {
+            "n": rule.n, "m": m, "allowed": rule.allowed(m), "alpha": rule.alpha, "false_alarm": rule.false_alarm(m),
+            "bounds": dict(rule.bounds), "exceeding": exceeding(rule, heldout_units(j)),
+        }  # fmt: skip
     if j.found.drift is not None:
         facts["drift"] = drift_facts(j.found.drift)
     return {"continuation": facts}
@@ -331,7 +361,8 @@ def lets_through(j: Judged) -> dict[str, dict[str, float]]:
     """Rule -> surface -> largest distance that passes in every cycle: the size of fault that the rule does not see."""
     cells = [*j.main, *j.batch]
     published = {s: FACTOR * max([FLOORS[s], *(c.r(s) for c in cells)]) for s in SURFACES}
-    return {"bitwise": dict.fromkeys(SURFACES, 0.0), "published": published}
+    rules = {"bitwise": dict.fromkeys(SURFACES, 0.0), "published": published}
+    return rules | ({} if j.found.spread is None else {"calibrated": dict(j.found.spread.rule().bounds)})
 
 
 def drift_facts(drift: Any) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from audit.continuation_calibrate import Spread, measure_spread
 from audit.continuation_distance import Compared, compare
 from audit.continuation_drift import Drift, measure_drift
 from audit.continuation_engine import Outcome
@@ -47,7 +48,7 @@ _stack: Stack | None = None
 class Task:
     """One piece of work. kind: a key of `_WORK`; name: of an arm, fault or schedule; scripts that it plays; trace: file
     to write snapshots to; native: file of arm A's prompts, where states are imported; record: folder for a recording,
-    which `backend` judges. tokens: of a drift."""
+    which `backend` judges. tokens: of a drift; prompts: of a calibration, with `tokens` as its seed."""
 
     kind: str
     name: str
@@ -57,6 +58,7 @@ class Task:
     record: str = ""
     backend: str = ""
     tokens: int = 0
+    prompts: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass
@@ -68,6 +70,7 @@ class Done:
     outcome: Outcome | None = None
     refused: str = ""
     drift: Drift | None = None
+    spread: Spread | None = None
     recorded: Report | None = None
 
 
@@ -83,6 +86,7 @@ class Found:
     outcomes: list[Done] = field(default_factory=list)
     controls: list[tuple[Done, ComparedTrace]] = field(default_factory=list)
     drift: Drift | None = None
+    spread: Spread | None = None
     recorded: Report | None = None
     layers: tuple[int, int] = (0, 0)
     head: bool = False
@@ -110,6 +114,8 @@ def work(task: Task, stack: Stack) -> Done:
         save_trace(native_trace(stack, task.scripts, ARMS[task.name]), Path(task.trace))
     elif task.kind == "drift":
         done.drift = measure_drift(stack, task.name, task.scripts[0].prompt, task.tokens)
+    elif task.kind == "calibration":
+        done.spread = measure_spread(stack, task.prompts, task.tokens)
     else:
         try:
             outcome = _play(task, stack)
@@ -194,6 +200,9 @@ def _sort(found: Found, reference: Trace, done: Done) -> None:
     task = done.task
     if task.kind == "drift":
         found.drift = done.drift
+        return
+    if task.kind == "calibration":
+        found.spread = done.spread
         return
     compared = {} if done.refused else against(reference, load_trace(Path(task.trace)), task.scripts)
     if task.kind == "native":

@@ -73,6 +73,17 @@ def test_the_report_has_a_picture_and_says_it_in_words(run: continuation.Run, tm
     assert json.loads((tmp_path / "report.json").read_text())["verdict"] == "PASS"
 
 
+def test_check_runs_the_suite_and_keeps_its_report_apart(
+    run: continuation.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[Options] = []
+    monkeypatch.setattr(continuation, "check", lambda options: asked.append(options) or run)
+    assert main(["check", "--suite", "continuation", "--seed", "4", "--report", str(tmp_path)]) == 0
+    assert (asked[0].seed, asked[0].drift, asked[0].spec.backend) == (4, 2_000, "torch")
+    assert (tmp_path / "drift.svg").exists()
+    assert capsys.readouterr().out.splitlines()[-1].startswith("PASS  torch  continuation")
+
+
 def changed(run: continuation.Run, options: Options, change: Callable[[Found], None]) -> Report:
     """The report that the run would have given, had it found something else."""
     assert run.found is not None

@@ -183,7 +183,7 @@ def suites(*words: str) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ((), ("component", "sampler")),
+        ((), ("component", "sampler", "continuation")),
         (("--backend", "triton"), ("component", "sampler")),
         (("--backend", "mine:It"), ("component",)),
         (("--shape", "micro"), ("component",)),
@@ -191,15 +191,17 @@ def suites(*words: str) -> tuple[str, ...]:
         (("--graph", "--device", "cuda"), ("component",)),
         (("--suite", "component"), ("component",)),
         (("--suite", "sampler", "--shape", "micro"), ("sampler",)),
-        (("--suite", "all", "--shape", "micro", "--backend", "mine:It"), ("component", "sampler")),
+        (("--suite", "all", "--shape", "micro", "--backend", "mine:It"), ("component", "sampler", "continuation")),
+        (("--suite", "continuation", "--device", "cuda"), ("continuation",)),
     ],
 )
 def test_which_suites_run(words: tuple[str, ...], expected: tuple[str, ...]) -> None:
     assert suites(*words) == expected
 
 
-def test_only_belongs_to_the_component_suite(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["check", "--suite", "sampler", "--only", "case"]) == 2
+@pytest.mark.parametrize("suite", ["sampler", "continuation", "all"])
+def test_only_belongs_to_the_component_suite(suite: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "--suite", suite, "--only", "case"]) == 2
     assert "belong to the component suite" in capsys.readouterr().err
 
 
@@ -220,6 +222,7 @@ def test_check_runs_the_sampler_suite_on_the_default_rule(
 
     monkeypatch.setattr(sampler, "check", small)
     monkeypatch.setattr(cli, "_audit", lambda args, command: 3)
+    monkeypatch.setattr(cli.continuation_cli, "check", lambda args, command, nested: 0)
     assert cli.main(["check", "--suite", "all", "--seed", "5", "--report", "out"]) == 3
     assert (asked[0].sampler, asked[0].seed, asked[0].walks) == ("multi-round", 5, 200_000)
     report = from_json(json.loads((folder / "out/sampler/report.json").read_text()))
