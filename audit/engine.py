@@ -64,6 +64,7 @@ class Running:
     trees: tuple[Tree | None, ...]
     batch: Batch
     offsets: tuple[int, ...]
+    backwards: bool = False
 
 
 class Engine:
@@ -258,22 +259,35 @@ class Engine:
     def _shuffled(self, values: Sequence[int]) -> list[int]:
         return np.random.default_rng([self.world.seed, 80, self.world.layout, self._steps]).permutation(values).tolist()  # type: ignore
 
-    def verify(self, turns: Sequence[Turn | None], placement: str = "scattered") -> Running:
-        """Verify a batch on every surface and layer; outputs are in `out`, row by row in the order of the turns."""
+    def verify(
+        self,
+        turns: Sequence[Turn | None],
+        placement: str = "scattered",
+        *,
+        backwards: bool = False,
+        taken: Sequence[int] = (),
+    ) -> Running:
+        """Verify a batch on every surface and layer; outputs are in `out`, row by row in the order of the turns.
+
+        backwards: surfaces in the other order, as hybrid models need not have all in one layer. taken: flat KV slots
+        that another verification uses.
+        """
         self._steps += 1
-        free = self._shuffled([p * self.world.page_size + o for p in self.spare for o in range(self.world.page_size)])
+        size = self.world.page_size
+        spare = [p * size + o for p in self.spare for o in range(size)]
+        free = self._shuffled([slot for slot in spare if slot not in taken])
         slots = [self.candidates(t, placement, free) if t else [] for t in turns]
         batch, trees = self.batch(turns, slots)
         for layer, outs in enumerate(self.out):
             ops = self._load([t.rows[layer] for t in turns if t], layer)
-            for surface in self.surfaces:
+            for surface in reversed(self.surfaces) if backwards else self.surfaces:
                 poison_(outs[surface])
                 self.slab.accept_all()
                 args = (getattr(ops, surface), self._pool(surface), batch, self.ws, outs[surface][: batch.rows], layer)
                 call(self.backend, SURFACES[surface][0], self.where, *args)
                 self.after_verify(surface, layer, batch)
         offsets = (0, *np.cumsum([t.n if t else 0 for t in trees]).tolist())
-        return Running(tuple(turns), tuple(trees), batch, offsets)
+        return Running(tuple(turns), tuple(trees), batch, offsets, backwards)
 
     def after_verify(self, surface: str, layer: int, batch: Batch) -> None:
         """Hook: called right behind each verify call."""
@@ -286,7 +300,7 @@ class Engine:
 
     def _load(self, parts: list[StepOps], layer: int) -> StepOps:
         """Operands of a layer in the engine's buffers, rows of all requests one behind the other."""
-        rows, made = joined(parts), {}
+        rows, made = joined(parts or [self.draws.rows(0)[layer]]), {}
         for surface in self.surfaces:
             given, kept = vars(getattr(rows, surface)), self._ops[layer][surface]
             views = {k: kept[k] if k in SHARED_OPERANDS else self._keep(f"{surface}[{layer}].{k}", v)
@@ -320,7 +334,7 @@ class Engine:
         accepted = Accepted(self._keep("accepted.rows", made.rows), self._keep("accepted.length", made.length))
         self.slab.accept_all()
         layers = list(range(self.world.dims.layers))
-        for surface in self.surfaces:
+        for surface in reversed(self.surfaces) if running.backwards else self.surfaces:
             for part in [[n] for n in reversed(layers)] if apart else [layers]:
                 args = (self._pool(surface), running.batch, accepted, self.ws, part)
                 call(self.backend, SURFACES[surface][1], self.where, *args)
@@ -345,15 +359,24 @@ class Engine:
         candidates = [int(s) for t in running.trees if t for s in t.slots]
         self.poison_kv([s for s in candidates if s not in kept])
 
-    def native(self, turns: Sequence[Turn | None]) -> Batch:
-        """One token of each turn by the backend's own step; outputs are in `out`, one row a live request."""
+    def native(self, turns: Sequence[Turn | None], apart: bool = False) -> Batch:
+        """One token of each turn by the backend's own step; outputs are in `out`, one row a live request.
+
+        apart: attention in a call of its own, as in a model whose layers have either attention or the other two.
+        """
         slots = [self.committed(t.key, [self.requests[t.key].length]).tolist() if t else [] for t in turns]
         batch, _ = self.batch(turns, slots)
         for layer, outs in enumerate(self.out):
             ops = self._load([t.rows[layer] for t in turns if t], layer)
-            out = StepOut(**{s: poison_(outs[s])[: batch.rows] for s in self.surfaces})
+            for surface in self.surfaces:
+                poison_(outs[surface])
             self.slab.accept_all()
-            call(self.backend, "native_step", self.where, ops, self.pools, batch, out, layer)
+            last = [s for s in self.surfaces if apart and s == "attention"]
+            for part in ([s for s in self.surfaces if s not in last], last):
+                if part:
+                    out = StepOut(**{s: outs[s][: batch.rows] for s in part})
+                    own = StepOps(**{s: getattr(ops, s) for s in part})
+                    call(self.backend, "native_step", self.where, own, self.pools, batch, out, layer)
             self.after_native(layer, batch)
         for turn in turns:
             if turn is not None:

@@ -72,6 +72,8 @@ class Driver:
         self.saved: Saved | None = None
         self.steps = 0
         self.trees: list[Tree] = []
+        self._taken: list[int] = []
+        self._second: Any = None
 
     @property
     def keys(self) -> list[Key]:
@@ -118,7 +120,7 @@ class Driver:
         engine, old = self.engine, self.engine.requests[key]
         if not engine.free_slots:
             raise ProgramError("move: expected a free state slot, got none")
-        states = [engine.export(key, layer) for layer in range(self.world.dims.layers)]
+        states = engine.exported(key)
         new = engine.free_slots.pop(0)
         engine.free_slots.append(old.slot)
         engine.requests[key] = replace(old, slot=new)
@@ -153,11 +155,13 @@ class Driver:
         inactive: Mapping[Key, Sequence[int]] | None = None,
         padding: int | None = None,
         placement: str = "scattered",
+        backwards: bool = False,
     ) -> None:
         """Verify trees, given by their parents, of some requests in this order.
 
-        padding: place of a padding request. placement: of candidates' KV, see `audit.engine.PLACEMENTS`. Operands of
-        inactive rows are NaN. Raises ProgramError while another verification waits for its paths.
+        padding: place of a padding request. placement: of candidates' KV, see `audit.engine.PLACEMENTS`. backwards:
+        attention first. Operands of inactive rows are NaN. Raises ProgramError while another verification waits for
+        its paths.
         """
         if self.pending is not None:
             raise ProgramError("verify: expected accept or rollback first, a verification is pending")
@@ -174,7 +178,7 @@ class Driver:
         if padding is not None:
             turns.insert(padding, None)
         self.trees += [Tree.make(t.parents, active=t.active, prefix_len=requests[k].length) for k, t in made.items()]
-        running = self.engine.verify(turns, placement)
+        running = self.engine.verify(turns, placement, backwards=backwards, taken=self._taken)
         self._flushed()
         self.pending = Pending(running, lefts, actors)
         for i, turn in enumerate(running.turns):
@@ -202,7 +206,7 @@ class Driver:
             if turn is not None and path:
                 key, request = turn.key, before[turn.key]
                 self.want.commit(request, [pending.lefts[key][row] for row in path])
-                self._exported(key, replace(pending.actors[key], path=path), request)
+                self._exported(key, replace(pending.actors[key], path=path), request, [r.slot for r in before.values()])
         self._states([k for k in self.keys if self.engine.requests[k].slot not in self.engine.deferred], "after accept")
 
     def rollback(self) -> None:
@@ -219,9 +223,36 @@ class Driver:
         self.verify({key: list(range(-1, tokens - 1))})
         self.accept({key: tokens - 1})
 
-    def step(self, keys: Sequence[Key], padding: int | None = None) -> None:
-        """One token of some requests by the backend's own step, in one call; also between a verification and its
-        acceptance, for requests that have no part in it."""
+    def churn(self, key: Key, times: int) -> None:
+        """Verify and roll back so many times: what counts calls or wraps around must not show."""
+        for _ in range(times):
+            self.verify({key: [-1, 0]})
+            self.rollback()
+
+    def aside(self, trees: Mapping[Key, Sequence[int]], ends: Mapping[Key, int | None]) -> None:
+        """While one verification waits, another batch is verified and accepted on a workspace of its own.
+
+        Raises ProgramError if none waits, or if states are deferred in the first one's workspace.
+        """
+        e = self.engine
+        if self.pending is None or e.deferred:
+            raise ProgramError("aside: expected a verification that waits for its paths and nothing deferred")
+        pending, self.pending = self.pending, None
+        restore = self._metadata_kept()
+        self._taken = [int(s) for tree in pending.running.trees if tree for s in tree.slots]
+        e.ws, first = e.workspace() if self._second is None else self._second, e.ws
+        try:
+            self.verify(trees)
+            self.accept(ends)
+            self._settle()
+            self._second = e.ws
+        finally:
+            e.ws, self.pending, self._taken = first, pending, []
+        restore()
+
+    def step(self, keys: Sequence[Key], padding: int | None = None, apart: bool = False) -> None:
+        """One token of some requests by the backend's own step, also between a verification and its acceptance, for
+        requests that have no part in it. apart: attention in a call of its own."""
         busy = {t.key for t in self.pending.running.turns if t} if self.pending else set()
         if busy & set(keys):
             raise ProgramError(
@@ -238,7 +269,7 @@ class Driver:
         if padding is not None:
             turns.insert(padding, None)
         metadata = self._metadata_kept()
-        self.engine.native(turns)
+        self.engine.native(turns, apart)
         for at, key in enumerate(keys):
             self.judge.outputs(key, actors[key], lefts[key], at, at + 1, count)
             self.want.commit(requests[key], [lefts[key][0]])
@@ -247,9 +278,7 @@ class Driver:
         self._states([k for k in self.keys if k not in keys], "beside a plain step")
 
     def _metadata_kept(self) -> Any:
-        """A pending verification's metadata is another batch's: put it back behind a plain step."""
-        if self.pending is None:
-            return lambda: None
+        """A pending verification's metadata is its own: what puts it back behind another step."""
         names = [n for n in self.engine.slab.parts if n.startswith(("batch.", "plan."))]
         kept = {name: self.engine.slab[name].clone() for name in names}
 
@@ -297,12 +326,11 @@ class Driver:
         except AssertionError as damage:
             raise MismatchError(str(damage), "stray") from None
 
-    def _exported(self, key: Key, actor: Actor, request: Request) -> None:
-        """A request's state after publication, whether it is in the pool already or deferred."""
-        e, slot, layers = self.engine, request.slot, range(self.world.dims.layers)
-        kept = Snapshot([e.pools.recurrent, e.pools.conv])
-        kept_ws = Snapshot(e.ws)
-        states = [e.export(key, layer) for layer in layers]
+    def _exported(self, key: Key, actor: Actor, request: Request, others: Sequence[int]) -> None:
+        """A request's state after publication, whether it is in the pool already or deferred with that of others."""
+        e, slot = self.engine, request.slot
+        kept, kept_ws = Snapshot([e.pools.recurrent, e.pools.conv]), Snapshot(e.ws)
+        states = e.exported(key, others)
         if kept.changed() or any(self.judge.raw_differs(slot, n, s) for n, s in enumerate(states)):
             kept.restore()
             kept_ws.restore()
@@ -312,8 +340,7 @@ class Driver:
 
     def _published(self, key: Key, actor: Actor, before: Request, states: Any) -> None:
         """State, history and KV of one request against the reference, which follows where only bounds are claimed."""
-        e, layers = self.engine, range(self.world.dims.layers)
-        states = [e.export(key, layer) for layer in layers] if states is None else states
+        states = self.engine.exported(key) if states is None else states
         self.judge.published(key, actor, self.want, before, states, self.steps)
 
     def _states(self, keys: Sequence[Key], what: str) -> None:
@@ -337,7 +364,7 @@ class Driver:
         if not e.deferred:
             return
         for key, request in list(e.requests.items()):
-            states = [e.export(key, layer) for layer in range(self.world.dims.layers)]
+            states = e.exported(key)
             past = Past(torch.stack([s.recurrent for s in states]), torch.stack([s.conv for s in states]),
                         *(torch.zeros(len(states), request.length, 0) for _ in range(2)))  # fmt: skip
             e.write_state(request.slot, past)

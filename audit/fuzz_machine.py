@@ -80,15 +80,28 @@ class Programs(RuleBasedStateMachine):
     @initialize(
         seed=st.integers(0, 2**16 - 1),
         page_size=st.sampled_from([2, 1, 4]),
-        layers=st.sampled_from([1, 1, 1, 2]),
+        layers=st.sampled_from([1, 1, 1, 1, 1, 1, 2, 3]),
+        slots=st.sampled_from([5, 5, 5, 12]),
+        long=st.sampled_from([False] * 9 + [True]),
         fresh=st.sampled_from([False, False, False, True]),
         count=st.sampled_from([1, 3, 2, 3]),
         tokens=st.tuples(*[st.integers(0, 4)] * LIVE),
     )
-    def start(self, seed: int, page_size: int, layers: int, fresh: bool, count: int, tokens: Sequence[int]) -> None:
+    def start(
+        self,
+        seed: int,
+        page_size: int,
+        layers: int,
+        slots: int,
+        long: bool,
+        fresh: bool,
+        count: int,
+        tokens: Sequence[int],
+    ) -> None:
         """A world and its first requests."""
         dims = replace(self.dims, layers=layers)
-        world = World(dims, seed, rows=LIVE * (BRANCHES + 1), page_size=page_size, fresh=fresh)
+        self.long = long
+        world = World(dims, seed, slots, rows=LIVE * (BRANCHES + 1), page_size=page_size, fresh=fresh)
         self.program = Program(world)
         self.driver = Driver(self.backend, world, type(self).make_backend())
         for length in tokens[:count]:
@@ -150,6 +163,8 @@ class Programs(RuleBasedStateMachine):
             more["padding"] = min(padding - 1, len(keys))
         if placement != "scattered":
             more["placement"] = placement
+        if turn == LIVE - 1:
+            more["backwards"] = True
         self._do("verify", trees, **more)
         return True
 
@@ -204,11 +219,30 @@ class Programs(RuleBasedStateMachine):
         return [k for k in self._with_room() if k not in busy]
 
     @precondition(lambda self: bool(self._steppable()))
-    @rule(mask=_MASK, turn=_PICK, padding=_PADDING)
-    def step(self, mask: int, turn: int, padding: int) -> None:
+    @rule(mask=_MASK, turn=_PICK, padding=_PADDING, apart=st.sampled_from([False, False, True]))
+    def step(self, mask: int, turn: int, padding: int, apart: bool) -> None:
         """One token by the backend's own step."""
         keys = self._chosen(self._steppable(), mask, turn)
-        self._do("step", keys, **({"padding": min(padding - 1, len(keys))} if padding else {}))
+        more: dict[str, Any] = {"padding": min(padding - 1, len(keys))} if padding else {}
+        self._do("step", keys, **more, **({"apart": True} if apart else {}))
+
+    @precondition(lambda self: self._waits() and bool(self._steppable()))
+    @rule(pick=_PICK, shape=_SHAPE, end=st.integers(0, 7))
+    def aside(self, pick: int, shape: list[int], end: int) -> None:
+        """Another batch on another workspace while one waits."""
+        keys = self._steppable()
+        key = keys[pick % len(keys)]
+        shape = shape if self.contract.trees else [0] * len(shape)
+        parents, off = tree_of([min(back, 3) for back in shape], min(self.driver.room(key), self.contract.max_rows))
+        assert not off
+        self._do("aside", {key: parents}, {key: end % len(parents)})
+
+    @precondition(lambda self: self.long and self._free() and self._with_room(2) and self.contract.max_rows >= 2)
+    @rule(pick=_PICK, times=st.integers(8, 20))
+    def churn(self, pick: int, times: int) -> None:
+        """Many cycles on one workspace."""
+        keys = self._with_room(2)
+        self._do("churn", keys[pick % len(keys)], times)
 
     @precondition(lambda self: self._free() and self._with_room())
     @rule(pick=_PICK, tokens=st.integers(1, BRANCHES))

@@ -58,6 +58,7 @@ def smaller(program: Program) -> Iterator[Program]:
         {"dims": replace(world.dims, layers=1)},
         {"page_size": plain.page_size},
         {"fresh": False},
+        {"slots": plain.slots},
         {"seed": 0},
         {"rows": plain.rows},
     ):
@@ -71,7 +72,7 @@ def _less(step: Step) -> Iterator[Step]:
     name, args, kwargs = step
     for word in kwargs:
         yield name, args, {k: v for k, v in kwargs.items() if k != word}
-    if name in ("admit", "prefill"):
+    if name in ("admit", "prefill", "churn"):
         least = 0 if name == "admit" else 1
         for count in range(least, args[1]):
             yield name, (args[0], count), kwargs

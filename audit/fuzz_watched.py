@@ -11,6 +11,7 @@ from torch import Tensor
 from audit.engine import Engine, Running
 from audit.fuzz_judge import MismatchError
 from lumotree.backends.protocol import Batch
+from lumotree.state import State
 
 
 class Watched(Engine):
@@ -51,6 +52,15 @@ class Watched(Engine):
             self.slab.accept("pool.conv", (layer, slot))
         self._accept_kv([layer], batch.row_slot.long())
         self._unchanged(f"native_step of layer {layer}")
+
+    def exported(self, key: int, others: Sequence[int] = ()) -> list[State]:
+        """A request's states of all layers; an export may bring its own slot, `others` and deferred ones up to date."""
+        states = [self.export(key, layer) for layer in range(self.world.dims.layers)]
+        for slot in self.deferred | {self.requests[key].slot, *others}:
+            self.slab.accept("pool.recurrent", (slice(None), slot))
+            self.slab.accept("pool.conv", (slice(None), slot))
+        self._unchanged(f"export of request {key}")
+        return states
 
     def _accept_kv(self, layers: Sequence[int], at: Tensor) -> None:
         for layer in layers:
