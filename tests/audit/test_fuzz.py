@@ -226,6 +226,120 @@ def test_a_chain_that_is_wrong_like_the_tree_is_held_against_float64() -> None:
     assert found is not None and "derived bounds away from the float64 oracle" in found.failure
 
 
+class SelfKept(TorchBackend):
+    """What verification recorded lies on the object, not in the workspace that it was given."""
+
+    kept: Any = None
+
+    def allocate(self, *args: Any) -> Any:
+        self.kept = super().allocate(*args) if self.kept is None else self.kept
+        return self.kept
+
+
+class Ordered(TorchBackend):
+    """Attention takes its positions from what gdn_verify has noted."""
+
+    noted: Tensor | None = None
+
+    def gdn_verify(self, ops: Any, pool: Any, batch: Batch, ws: Any, out: Tensor, layer: int) -> None:
+        super().gdn_verify(ops, pool, batch, ws, out, layer)
+        self.noted = batch.position.clone()
+
+    def attention_verify(self, ops: Any, cache: Any, batch: Batch, ws: Any, out: Tensor, layer: int) -> None:
+        known = self.noted is not None and self.noted.shape == batch.position.shape
+        now = replace(batch, position=self.noted) if known else batch
+        super().attention_verify(ops, cache, now, ws, out, layer)
+
+
+class Ring(TorchBackend):
+    """From its thirteenth verification on a workspace loses the values of the first row."""
+
+    def allocate(self, *args: Any) -> Any:
+        self.count = 0
+        return super().allocate(*args)
+
+    def gdn_verify(self, ops: Any, pool: Any, batch: Batch, ws: Any, out: Tensor, layer: int) -> None:
+        super().gdn_verify(ops, pool, batch, ws, out, layer)
+        self.count += 1
+        if self.count > 12:
+            ws.v[layer, 0] = 0
+
+
+class ExportDamage(TorchBackend):
+    """An export cleans the slots that it takes for free ones."""
+
+    def export(self, pools: Any, ws: Any, slot: int, layer: int) -> Any:
+        state = super().export(pools, ws, slot, layer)
+        pools.conv[layer] = pools.conv[layer].nan_to_num()
+        return state
+
+
+class NativeTogether(TorchBackend):
+    """The one-token step does nothing in a layer that has only attention."""
+
+    def native_step(self, ops: Any, pools: Any, batch: Batch, out: Any, layer: int) -> None:
+        if ops.gdn is not None:
+            super().native_step(ops, pools, batch, out, layer)
+
+
+def _two(d: Driver) -> None:
+    d.admit(0, 2)
+    d.admit(1, 2)
+
+
+def _aside(d: Driver) -> None:
+    _two(d)
+    d.verify({0: [-1, 0]})
+    d.aside({1: [-1, 0]}, {1: 1})
+    d.accept({0: 1})
+
+
+def _backwards(d: Driver) -> None:
+    _two(d)
+    d.verify({0: [-1, 0]})
+    d.rollback()
+    d.verify({1: [-1, 0]}, backwards=True)
+    d.accept({1: 1})
+    d.verify({1: [-1, 0]}, backwards=True)
+
+
+def _churn(d: Driver) -> None:
+    _two(d)
+    d.churn(0, 14)
+    d.prefill(0, 2)
+
+
+def _export(d: Driver) -> None:
+    _two(d)
+    d.prefill(0, 2)
+
+
+def _apart(d: Driver) -> None:
+    _two(d)
+    d.step([0, 1], apart=True)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "program", "message"),
+    [
+        (SelfKept, _aside, "state of request 0, layer 0, after 2 tokens differs"),
+        (Ordered, _backwards, "attention output of request 1"),
+        (Ring, _churn, "state of request 0, layer 0, after 2 tokens differs"),
+        (ExportDamage, _export, "export of request 0 wrote where it may not: pool.conv"),
+        (NativeTogether, _apart, "attention output of request 0"),
+    ],
+)
+def test_what_only_one_kind_of_step_can_show(kernel: Any, program: Any, message: str) -> None:
+    program(Driver(TorchBackend(), World(seed=8)))
+    with pytest.raises(MismatchError, match=message):
+        program(Driver(kernel(), World(seed=8), TorchBackend()))
+
+
+def test_drawn_programs_interleave_workspaces() -> None:
+    found = hunt(SelfKept, DIMS_NANO, 1, 100, shrink=False).failed
+    assert found is not None and "aside" in [name for name, _, _ in found.steps]
+
+
 class Refuses(TorchBackend):
     def gdn_publish(self, pool: Any, batch: Batch, accepted: Accepted, ws: Any, layers: Any) -> None:
         if int(accepted.length.max()) > 2:
@@ -346,6 +460,7 @@ def test_bad_numbers_are_refused(words: list[str], message: str, capsys: pytest.
         ([("verify", ({0: [-1]},), {})] * 2, "verify: expected accept or rollback first"),
         ([("verify", ({0: [-1]},), {}), ("step", ([0],), {})], r"without a pending verification, got \[0\]"),
         ([("verify", ({0: [-1]},), {}), ("finish", (0,), {})], "expected accept or rollback first"),
+        ([("aside", ({0: [-1]}, {0: 0}), {})], "aside: expected a verification that waits for its paths"),
         ([("prefill", (0, 25),  {})], "verify: request 0 has room for 24 tokens, got 25 rows"),
         ([("admit", (k, 0), {}) for k in range(1, 5)] + [("move", (0,), {})], "move: expected a free state slot"),
     ],
