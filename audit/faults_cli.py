@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
+    """An integer of at least 0 from the command line."""
     if not text.isascii() or not text.isdigit():
         raise argparse.ArgumentTypeError(f"expected an integer >= 0, got {text!r}")
     return int(text)
@@ -19,13 +20,13 @@ def register(commands: Any) -> None:
     """Add the command to the parser of `lumotree-audit`."""
     sub = commands.add_parser("faults", help="put every known fault in front of a backend: which check catches which")
     sub.add_argument("--backend", default="torch", help="built-in name, entry point, or module:object")
-    sub.add_argument("--seed", type=_count, default=1, help="seed of the cases (default 1)")
+    sub.add_argument("--seed", type=count, default=1, help="seed of the cases (default 1)")
     sub.add_argument("--full", action="store_true", help="measure detection probabilities and the smallest size seen, "
                      "on held-out cases (many minutes)")  # fmt: skip
     sub.add_argument("--only", action="append", default=[], metavar="TEXT", help="faults whose id contains this "
                      "(repeatable)")  # fmt: skip
     sub.add_argument("--list", action="store_true", help="print a line for every fault")
-    sub.add_argument("--workers", type=_count, default=None, help="worker processes, 0 = this one")
+    sub.add_argument("--workers", type=count, default=None, help="worker processes, 0 = this one")
     sub.add_argument("--report", default=None, metavar="DIR", help="write report.json, junit.xml, summary.md and "
                      "matrix.svg there")  # fmt: skip
     sub.set_defaults(run=run)
