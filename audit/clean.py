@@ -201,7 +201,7 @@ def _parts(backends: Sequence[str], numbers: range, seed: int, workers: int, siz
 def to_report(found: Sequence[Clean], seed: int, command: str, seconds: float) -> Report:
     """FAIL with a false alarm, INCONCLUSIVE without a case; one check a backend."""
     checks = [_check(c) for c in found]
-    coverage = {surface: "covered" for surface in SURFACES}
+    coverage = dict.fromkeys(SURFACES, "covered")
     verdict, reasons = decide(checks, [], coverage, controls_required=False)
     return Report(
         verdict=verdict,
@@ -237,7 +237,7 @@ def to_report(found: Sequence[Clean], seed: int, command: str, seconds: float) -
 def _check(clean: Clean) -> Check:
     status = "fail" if clean.alarms else "pass" if clean.cells else "inconclusive"
     note = f"{len(clean.alarms)} false alarms in {clean.cases} cases" if clean.alarms else ""
-    title = f"{clean.cases:,} random cases, no alarm" if not clean.alarms else "false alarms"
+    title = f"{clean.backend}: {clean.cases:,} clean cases"
     return Check(f"clean.{clean.backend}", title, "all", "clean", status, clean.cells,
                  note=note if clean.cells else "no case was run")  # fmt: skip
 

@@ -15,7 +15,7 @@ def register(commands: Any) -> None:
     sub.add_argument("--cases", type=count, default=1_000, help="how many, over the backends in turn (default 1,000)")
     sub.add_argument("--first", type=count, default=0, help="number of the first case (default 0)")
     sub.add_argument("--backends", default="torch,reference,bank,split_k,sqrt_norm,kv_layout,wy",
-                     help="comma-separated (default: three bitwise ones and four correct kernels that are not)")  # fmt: skip
+                     help="comma-separated (default: three bitwise ones, four correct ones that are not)")  # fmt: skip
     sub.add_argument("--seed", type=count, default=1, help="seed of every draw (default 1)")
     sub.add_argument("--workers", type=count, default=None, help="worker processes, 0 = this one")
     sub.add_argument("--report", default=None, metavar="DIR", help="write report.json, junit.xml, summary.md there")

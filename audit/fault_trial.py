@@ -36,6 +36,11 @@ class Trial:
     note: str = ""
 
 
+def coins_of(spec: CaseSpec) -> int:
+    """Seed of the coins of a random fault on a case."""
+    return int(sum(word * 1_000_003**i for i, word in enumerate(spec.entropy)) % 2**31)
+
+
 def alone(backend: Any, surface: str) -> Any:
     """The backend with one surface only, so that a trial costs no more than it has to."""
     others: dict[str, Any] = {method: None for s, methods in SURFACES.items() if s != surface for method in methods}
@@ -62,7 +67,7 @@ class _Masked:
 
 def component_trial(backend: Any, fault: Fault, spec: CaseSpec, size: float | None = None) -> Trial:
     """Every check of the component audit on one case under the fault. Coins of random faults come from the case."""
-    torch.manual_seed(sum(word * 1_000_003**i for i, word in enumerate(spec.entropy)) % 2**31)
+    torch.manual_seed(coins_of(spec))
     faulty = wrapped(backend, fault, size)
     try:
         result = audit_case(faulty, spec)
