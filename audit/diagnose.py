@@ -8,22 +8,25 @@ are left cannot be told apart by any case of ours.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from audit.cases import Case, CaseSpec
 from audit.fault_cases import ladder
 from audit.fault_trial import alone, coins_of
-from audit.recording import Recording, record, reproduces
+from audit.recording import Recording, apart, record, reproduces
 from audit.scene import scene_of
 from audit.tally import Place
-from faults import CATALOGUE, Fault
+from faults import CATALOGUE
 from faults.reach import Scene
 from lumotree.backends.loader import load_backend
 from lumotree.backends.protocol import SURFACES, covered_surfaces
+from lumotree.contract import Contract
 from lumotree.errors import InputError
 
 #: Right kernels of ours that hypotheses are tried on, in the order in which they are preferred.
@@ -31,6 +34,10 @@ BASES = ("torch", "reference", "bank", "kv_layout", "sqrt_norm", "split_k", "wy"
 
 #: A hypothesis explains a failure if what it leaves unexplained is at most this part of the deviation.
 EXPLAINS = 0.1
+
+#: Hypotheses within this factor of the best one, or that leave no more than rounding, are not told apart.
+CLOSE = 1.5
+ROUNDING = 1e-3
 
 #: How many other hypotheses a report names beside the group.
 NAMED = 3
@@ -79,112 +86,149 @@ class Diagnosis:
         return {**data, "cases": list(self.cases)}
 
 
-def diagnose_surface(
-    backend: Any, surface: str, specs: Sequence[CaseSpec], bases: Sequence[str] = BASES
-) -> Diagnosis | None:
-    """Diagnose one surface on the first of the cases that fails, then on the others; None if none fails."""
-    masked = alone(backend, surface)
-    for spec in specs:
-        torch.manual_seed(coins_of(spec))
-        seen = record(masked, spec)
-        if seen.failed or seen.refused:
-            return _Search(masked, surface, spec, seen, bases).run([s for s in specs if s is not spec])
-    return None
+class Known:
+    """What the faults of the catalogue leave on a right kernel of ours; recordings are kept."""
 
+    def __init__(self, name: str, contract: Contract, surface: str) -> None:
+        self.name, self.surface, self._inner = name, surface, _made(name, contract)
+        self._kept: dict[tuple[str, float | None, str], Recording] = {}
+        self._vectors: dict[tuple[str, float | None, str], Tensor] = {}
 
-class _Search:
-    """The search for hypotheses of one failure."""
+    def clean(self, spec: CaseSpec) -> Recording:
+        """What the right kernel leaves."""
+        return self._recorded(("", None, spec.id), alone(self._inner, self.surface), spec)
 
-    def __init__(self, backend: Any, surface: str, spec: CaseSpec, seen: Recording, bases: Sequence[str]) -> None:
-        self.backend, self.surface, self.spec, self.seen = backend, surface, spec, seen
-        self.base_name, self.base, self.clean = self._closest(bases)
+    def made(self, h: Hypothesis, spec: CaseSpec) -> Recording:
+        """What a fault leaves."""
+        return self._recorded((h.fault, h.size, spec.id), self._faulty(h, spec), spec)
 
-    def _closest(self, names: Sequence[str]) -> tuple[str, Any, Recording]:
-        """The right kernel whose bits agree with most calls; the first of several."""
-        best: tuple[float, str, Any, Recording] | None = None
-        for name in names:
-            try:
-                base = alone(_made(name, self.backend.contract), self.surface)
-            except InputError:
-                continue
-            clean = record(base, self.spec)
-            agreement = clean.agreement(self.seen)
-            if best is None or agreement > best[0]:
-                best = agreement, name, base, clean
-        if best is None:
-            raise InputError(f"diagnose: no kernel of ours can be made for contract {self.backend.contract}")
-        return best[1:]
+    def _recorded(self, key: tuple[str, float | None, str], backend: Any, spec: CaseSpec) -> Recording:
+        if key not in self._kept:
+            torch.manual_seed(coins_of(spec))
+            self._kept[key] = record(backend, spec)
+        return self._kept[key]
 
-    def run(self, others: Sequence[CaseSpec]) -> Diagnosis:
-        """Hypotheses on the failing case, then fewer by every further case that tells them apart."""
-        candidates = list(self._candidates(scene_of(Case(self.spec, self.backend.contract))))
-        group = [h for h in candidates if self._same(h, self.spec, self.seen)]
-        how, near = "bitwise", tuple[Hypothesis, ...]()
-        if not group:
-            ranked = sorted(self._ranked(candidates), key=lambda h: h.left)
-            group = [h for h in ranked if h.left <= EXPLAINS]
-            near = tuple(h for h in ranked if h not in group)[:NAMED]
-            how = "distance" if group else "unknown"
-        apart: dict[str, list[str]] = {}
-        asked = [self.spec.id]
-        for spec in others if len(group) > 1 else ():
-            kept = self._refined(group, spec, how)
-            if kept is None:
-                continue
-            asked.append(spec.id)
-            ruled_out = [h.label for h in group if h not in kept]
-            if ruled_out and kept:
-                apart[spec.id], group = ruled_out, kept
-            if len({h.fault for h in group}) == 1:
-                break
-        place = self._place()
-        return Diagnosis(self.surface, self.spec.id, self.seen.failed[0] if self.seen.failed else "refused",
-                         place, self.base_name, how, tuple(group), near, apart, tuple(asked))  # fmt: skip
-
-    def _candidates(self, scene: Scene) -> Iterator[Hypothesis]:
-        for fault in CATALOGUE.values():
-            if fault.surface == self.surface and fault.expect == "detected" and self._possible(fault, scene):
-                for size in fault.knob.sizes if fault.knob else (None,):
-                    yield Hypothesis(fault.id, size)
-
-    def _possible(self, fault: Fault, scene: Scene) -> bool:
-        inner = self.base.inner
-        return fault.reaches(scene) and fault.fits(inner)
+    def same(self, h: Hypothesis, spec: CaseSpec, seen: Recording) -> bool:
+        """Whether a fault leaves these very bits; a recording that is not kept stops at the first that are others."""
+        key = (h.fault, h.size, spec.id)
+        return self._kept[key].same(seen) if key in self._kept else reproduces(self._faulty(h, spec), spec, seen)
 
     def _faulty(self, h: Hypothesis, spec: CaseSpec) -> Any:
         fault = CATALOGUE[h.fault]
         torch.manual_seed(coins_of(spec))
         wrap = fault.wrap if h.size is None or fault.knob is None else fault.knob.wrap(h.size)
-        return alone(wrap(self.base.inner), self.surface)
+        return alone(wrap(self._inner), self.surface)
 
-    def _same(self, h: Hypothesis, spec: CaseSpec, seen: Recording) -> bool:
-        return reproduces(self._faulty(h, spec), spec, seen)
+    def hypotheses(self, scene: Scene) -> Iterator[Hypothesis]:
+        """Faults of the surface that a case reaches, at every size of their knobs."""
+        for fault in CATALOGUE.values():
+            possible = fault.surface == self.surface and fault.expect == "detected" and fault.fits(self._inner)
+            if possible and fault.reaches(scene):
+                for size in fault.knob.sizes if fault.knob else (None,):
+                    yield Hypothesis(fault.id, size)
 
-    def _left(self, h: Hypothesis, spec: CaseSpec, seen: Recording, clean: Recording) -> float:
-        """Part of the deviation from the clean kernel that a hypothesis leaves unexplained."""
-        made = record(self._faulty(h, spec), spec)
-        return made.distance(seen) / max(clean.distance(seen), 1e-300)
+    def unexplained(self, group: Sequence[Hypothesis], spec: CaseSpec, seen: Recording) -> list[float]:
+        """Part of the deviation from the right kernel that each hypothesis leaves, infinite without a deviation."""
+        clean = self.clean(spec)
+        there, start = seen.vector(clean), clean.vector(clean)
+        deviation = apart(there, start)
+        if deviation == 0.0:
+            return [math.inf] * len(group)
+        return [apart(self._vector(h, spec, clean), there) / deviation for h in group]
 
-    def _ranked(self, candidates: Sequence[Hypothesis]) -> list[Hypothesis]:
-        return [Hypothesis(h.fault, h.size, self._left(h, self.spec, self.seen, self.clean)) for h in candidates]
+    def _vector(self, h: Hypothesis, spec: CaseSpec, clean: Recording) -> Tensor:
+        key = (h.fault, h.size, spec.id)
+        if key not in self._vectors:
+            self._vectors[key] = self.made(h, spec).vector(clean)
+        return self._vectors[key]
+
+
+def diagnose_surface(
+    make: Callable[[], Any], surface: str, specs: Sequence[CaseSpec], known: Sequence[Known] = ()
+) -> Diagnosis | None:
+    """Diagnose one surface on the first of the cases that fails, then on the others; None if none fails.
+
+    make: the backend, new for every case, so that nothing it remembers tells cases apart. known: kernels on which
+    hypotheses are tried, by default all of ours that have the contract.
+    """
+    for spec in specs:
+        seen = _seen(make, surface, spec)
+        if seen.failed or seen.refused:
+            base = _closest(known or _all_known(make().contract, surface), spec, seen)
+            return _Search(make, base, spec, seen).run([s for s in specs if s is not spec])
+    return None
+
+
+def _seen(make: Callable[[], Any], surface: str, spec: CaseSpec) -> Recording:
+    torch.manual_seed(coins_of(spec))
+    return record(alone(make(), surface), spec)
+
+
+def _all_known(contract: Contract, surface: str) -> list[Known]:
+    found = []
+    for name in BASES:
+        try:
+            found.append(Known(name, contract, surface))
+        except InputError:
+            continue
+    if not found:
+        raise InputError(f"diagnose: no kernel of ours can be made with the contract {contract}")
+    return found
+
+
+def _closest(known: Sequence[Known], spec: CaseSpec, seen: Recording) -> Known:
+    """The kernel whose bits agree with most calls; the first of several."""
+    return max(known, key=lambda k: k.clean(spec).agreement(seen))
+
+
+class _Search:
+    """The search for hypotheses of one failure."""
+
+    def __init__(self, make: Callable[[], Any], known: Known, spec: CaseSpec, seen: Recording) -> None:
+        self.make, self.known, self.spec, self.seen = make, known, spec, seen
+
+    def run(self, others: Sequence[CaseSpec]) -> Diagnosis:
+        """Hypotheses on the failing case, then fewer by every further case that tells them apart."""
+        how, group, near = self._first()
+        ruled_out: dict[str, list[str]] = {}
+        asked = [self.spec.id]
+        for spec in others:
+            if len({h.fault for h in group}) < 2:
+                break
+            kept = self._refined(group, spec, how)
+            if kept is not None:
+                asked.append(spec.id)
+                gone = [h.label for h in group if h.fault not in {k.fault for k in kept}]
+                group = kept
+                ruled_out |= {spec.id: gone} if gone else {}
+        check = self.seen.failed[0] if self.seen.failed else "refused"
+        return Diagnosis(self.known.surface, self.spec.id, check, self._place(), self.known.name, how, tuple(group),
+                         tuple(near), ruled_out, tuple(asked))  # fmt: skip
+
+    def _first(self) -> tuple[str, list[Hypothesis], list[Hypothesis]]:
+        """How hypotheses are judged, those that hold on the failing case, and the next best ones."""
+        candidates = list(self.known.hypotheses(scene_of(Case(self.spec, self.make().contract))))
+        group = [h for h in candidates if self.known.same(h, self.spec, self.seen)]
+        if group:
+            return "bitwise", group, []
+        left = self.known.unexplained(candidates, self.spec, self.seen)
+        ranked = sorted((Hypothesis(h.fault, h.size, x) for h, x in zip(candidates, left, strict=True)),
+                        key=lambda h: h.left)  # fmt: skip
+        group = _best(ranked)
+        near = [h for h in ranked if h not in group][:NAMED]
+        return ("distance" if group else "unknown"), group, near
 
     def _refined(self, group: Sequence[Hypothesis], spec: CaseSpec, how: str) -> list[Hypothesis] | None:
-        """Hypotheses that also hold on another case; None if the case does not tell them apart."""
-        made = [record(self._faulty(h, spec), spec) for h in group]
+        """Hypotheses that also hold on another case; None if it does not tell them apart or rules out all of them."""
+        made = [self.known.made(h, spec) for h in group]
         if all(m.same(made[0]) for m in made[1:]):
             return None
-        torch.manual_seed(coins_of(spec))
-        seen = record(self.backend, spec)
+        seen = _seen(self.make, self.known.surface, spec)
         if how == "bitwise":
-            return [h for h, m in zip(group, made, strict=True) if m.same(seen)]
-        clean = record(self.base, spec)
-        deviation = clean.distance(seen)
-        left = [m.distance(seen) / max(deviation, 1e-300) for m in made]
-        best = min(left)
-        if deviation == 0.0 or best > EXPLAINS:
-            return None
-        return [Hypothesis(h.fault, h.size, max(h.left, x)) for h, x in zip(group, left, strict=True)
-                if x <= max(EXPLAINS / 10, 2 * best)]  # fmt: skip
+            return [h for h, m in zip(group, made, strict=True) if m.same(seen)] or None
+        left = self.known.unexplained(group, spec, seen)
+        kept = _best([Hypothesis(h.fault, h.size, max(h.left, x)) for h, x in zip(group, left, strict=True)], left)
+        return kept or None
 
     def _place(self) -> dict[str, int | None]:
         """The first cell outside of the check that failed first, parents before children."""
@@ -193,6 +237,16 @@ class _Search:
         places = self.seen.result.tallies[self.seen.failed[0]].places
         first = min(places, key=_topological, default=None)
         return {} if first is None else {k: getattr(first, k) for k in ("request", "layer", "row", "head")}
+
+
+def _best(hypotheses: Sequence[Hypothesis], left: Sequence[float] | None = None) -> list[Hypothesis]:
+    """Hypotheses that explain a deviation about as well as the best one, if that explains it; best first."""
+    values = [h.left for h in hypotheses] if left is None else list(left)
+    least = min(values, default=math.inf)
+    if not least <= EXPLAINS:
+        return []
+    limit = max(CLOSE * least, ROUNDING)
+    return [h for x, h in sorted(zip(values, hypotheses, strict=True), key=lambda pair: pair[0]) if x <= limit]
 
 
 def _topological(place: Place) -> tuple[int, int, int]:
@@ -205,13 +259,15 @@ def _made(name: str, contract: Any) -> Any:
 
 
 def diagnose(
-    backend: Any, seed: int, surfaces: Sequence[str] | None = None, specs: Sequence[CaseSpec] | None = None
+    make: Callable[[], Any], seed: int, surfaces: Sequence[str] | None = None, specs: Sequence[CaseSpec] | None = None
 ) -> list[Diagnosis]:
     """Every failing surface of a backend on small cases (or on `specs`), none for a right backend.
+
+    make: the backend, as in `diagnose_surface`.
 
     Raises InputError when no kernel of ours has the backend's contract.
     """
     cases = list(ladder(seed)) if specs is None else list(specs)
-    covered = [s for s, has in covered_surfaces(backend).items() if all(has)]
-    found = (diagnose_surface(backend, s, cases) for s in SURFACES if s in covered and s in (surfaces or covered))
+    covered = [s for s, has in covered_surfaces(make()).items() if all(has)]
+    found = (diagnose_surface(make, s, cases) for s in SURFACES if s in covered and s in (surfaces or covered))
     return [d for d in found if d is not None]

@@ -44,7 +44,7 @@ def run_next_cycle(backend: Any, judge: Judge) -> None:
     batch = _next_batch(case, trees)
     second = _with(case, trees, batch, case.pools)
     after = _with(case, trees, batch, _pools_after(case, stage, judge.truth, paths))
-    if judge.tallies.failures() and not _finite(after):
+    if judge.tallies.failures() and not _finite(after, stage.surfaces):
         return  # the chain of the first cycle has failed, and nothing can be bounded behind a state that is no number
     truth = find_truth(backend, after, stage.surfaces)
     part = Tallies()
@@ -135,12 +135,16 @@ def _pools_after(case: Case, stage: Stage, truth: Truths, paths: Sequence[Sequen
     return pools
 
 
-def _finite(case: Case) -> bool:
-    """Whether every committed state, window, key and value of the case is a number."""
-    held = [case.pools.recurrent[:, case.state_slots], case.pools.conv[:, case.state_slots]]
-    for request, tree in enumerate(case.trees):
+def _finite(case: Case, surfaces: Sequence[str]) -> bool:
+    """Whether every committed state, window, key and value of the surfaces is a number."""
+    pools, held = case.pools, []
+    if "gdn" in surfaces:
+        held.append(pools.recurrent[:, case.state_slots])
+    if "conv" in surfaces:
+        held.append(pools.conv[:, case.state_slots])
+    for request, tree in enumerate(case.trees) if "attention" in surfaces else ():
         where = case.committed(request, range(tree.prefix_len))
-        held += [case.pools.cache.k[:, where], case.pools.cache.v[:, where]]
+        held += [pools.cache.k[:, where], pools.cache.v[:, where]]
     return all(bool(torch.isfinite(x).all()) for x in held)
 
 

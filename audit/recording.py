@@ -17,8 +17,8 @@ from audit.tally import judged
 from lumotree.backends.protocol import SURFACES
 from lumotree.errors import InputError
 
-#: Largest error of one element, in root mean squares of its tensor, that counts in a distance; NaN counts as this.
-CAP = 10.0
+#: What a NaN, or a number beyond, counts as in units of its tensor's root mean square.
+UNKNOWN = 30.0
 
 
 class OtherBitsError(InputError):
@@ -47,27 +47,30 @@ class Recording:
         pairs = list(zip(self.calls, other.calls, strict=False))
         return sum(_same_call(a, b) for a, b in pairs) / max(len(pairs), 1)
 
-    def distance(self, other: Recording) -> float:
-        """Root mean square over all calls of the differences, each in units of the other tensor's own size."""
-        total = count = 0.0
-        for (name, ours), (their_name, theirs) in zip(self.calls, other.calls, strict=False):
-            if name != their_name:
-                return math.inf
-            for a, b in zip(ours, theirs, strict=True):
-                total += float(_errors(a, b))
-                count += 1
-        missing = abs(len(self.calls) - len(other.calls))
-        return math.sqrt((total + missing * CAP**2) / max(count + missing, 1))
+    def vector(self, clean: Recording) -> Tensor:
+        """All that was left as one fp32 vector, each tensor in units of its root mean square in a clean recording and
+        weighted so that it counts as much as any other. NaN becomes a large number; so does what an early end, or
+        another order of calls, left out."""
+        parts, along = [], True
+        for at, (name, theirs) in enumerate(clean.calls):
+            ours = self.calls[at] if at < len(self.calls) else ("", [])
+            along = along and ours[0] == name and [t.shape for t in ours[1]] == [t.shape for t in theirs]
+            left = ours[1] if along else [torch.full_like(t, torch.nan) for t in theirs]
+            parts += [_scaled(x, y) for x, y in zip(left, theirs, strict=True)]
+        return torch.cat(parts)
 
 
-def _errors(a: Tensor, b: Tensor) -> Tensor:
-    """Mean squared difference of two tensors in units of the second's root mean square, capped."""
-    x, y = a.double(), b.double()
+def _scaled(x: Tensor, clean: Tensor) -> Tensor:
+    y = clean.double()
     known = torch.isfinite(y)
-    scale = y[known].square().mean().sqrt() if bool(known.any()) else torch.tensor(1.0)
-    error = ((x - y).abs() / scale.clamp_min(1e-30)).clamp(max=CAP)
-    both = (x.isnan() & y.isnan()) | (x == y)
-    return torch.where(both, torch.zeros_like(error), error.nan_to_num(nan=CAP)).square().mean()
+    size = y[known].square().mean().sqrt().clamp_min(1e-30) if bool(known.any()) else torch.tensor(1.0)
+    units = (x.double() / size).nan_to_num(nan=UNKNOWN, posinf=UNKNOWN, neginf=-UNKNOWN).clamp(-UNKNOWN, UNKNOWN)
+    return (units / math.sqrt(max(x.numel(), 1))).float().flatten()
+
+
+def apart(a: Tensor, b: Tensor) -> float:
+    """Distance of two vectors of recordings."""
+    return float(torch.linalg.vector_norm(a - b))
 
 
 def _same_call(a: tuple[str, list[Tensor]], b: tuple[str, list[Tensor]]) -> bool:

@@ -119,7 +119,7 @@ FAULTS = [
         for kind in _ONE_ARM
     ),
     _sized("state_mantissa", "gdn", "the state keeps fewer bits from token to token", ("N14", "R2"), "bits kept",
-           (7, 10, 13, 16, 19, 21, 22), lambda bits: GdnVariant(state_bits=int(bits))),
+           (8, 12, 14, 16, 18, 20, 21, 22), lambda bits: GdnVariant(state_bits=int(bits))),
     _sized("conv_bias", "conv", "a bias is added that is not there", ("B13",), "added before the activation",
            (0.1, 1e-2, 1e-3, 1e-4, 1e-5), lambda x: ConvVariant(bias=x)),
     _sized("key_window", "attention", "only the last keys are visible", ("C4", "I4"), "keys",

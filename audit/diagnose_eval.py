@@ -1,0 +1,163 @@
+"""How good the diagnosis is: known faults, on held-out cases, in front of kernels that it does not know of."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from audit.cases import Case, CaseSpec
+from audit.diagnose import Known, diagnose_surface
+from audit.environment import environment
+from audit.fault_cases import heldout_ladder
+from audit.fault_matrix import exact_interval
+from audit.render.progress import Progress
+from audit.report import Check, Report, decide
+from audit.runner import default_workers
+from audit.scene import scene_of
+from faults import CATALOGUE, Fault
+from lumotree.backends.loader import load_backend
+from lumotree.backends.protocol import SURFACES
+
+#: First seed of the cases of an evaluation; faults and checks were written on seeds of one digit.
+FIRST_SEED = 500_000
+
+#: Kernel under a fault, kernel that hypotheses are tried on. The first two share no bits in GDN and attention.
+PAIRS = (("reference", "torch"), ("torch", "torch"))
+
+#: Share of single faults whose name must be in the group that the diagnosis gives.
+WANTED = 0.95
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One fault, diagnosed. kernel: under the fault; how: see `Diagnosis`; group: names that were given, best first;
+    None where no case failed, so that there was nothing to diagnose."""
+
+    fault: str
+    surface: str
+    kernel: str
+    size: float | None
+    seed: int
+    case: str | None
+    how: str = ""
+    group: tuple[str, ...] = ()
+
+    @property
+    def named(self) -> bool:
+        """Whether the true fault is in the group."""
+        return self.fault in self.group
+
+
+def evaluate(surface: str, kernel: str, base: str, seed: int) -> list[Verdict]:
+    """Diagnose every fault of a surface in front of a kernel, on the held-out cases of a seed."""
+    torch.set_num_threads(1)
+    inner = load_backend(kernel)
+    known = Known(base, inner.contract, surface)
+    specs = list(heldout_ladder(seed))
+    scenes = [scene_of(Case(s, inner.contract)) for s in specs]
+    verdicts = []
+    for at, fault in enumerate(f for f in CATALOGUE.values() if f.surface == surface and f.expect == "detected"):
+        if not fault.fits(inner):
+            continue
+        reached = [s for s, scene in zip(specs, scenes, strict=True) if fault.reaches(scene)]
+        rest = [s for s in specs if s not in reached]
+        verdicts.append(_one(inner, fault, kernel, [*reached, *rest], known, seed, at))
+    return verdicts
+
+
+def _one(inner: Any, fault: Fault, kernel: str, specs: Sequence[CaseSpec], known: Known, seed: int, at: int) -> Verdict:
+    size = fault.knob.sizes[(seed + at) % len(fault.knob.sizes)] if fault.knob else None
+    wrap = fault.wrap if size is None or fault.knob is None else fault.knob.wrap(size)
+    found = diagnose_surface(lambda: wrap(inner), fault.surface, specs, [known])
+    if found is None:
+        return Verdict(fault.id, fault.surface, kernel, size, seed, None)
+    group = tuple(dict.fromkeys(h.fault for h in found.group))
+    return Verdict(fault.id, fault.surface, kernel, size, seed, found.case, found.how, group)
+
+
+def run_evaluation(seeds: int, workers: int | None = None, first: int = FIRST_SEED) -> list[Verdict]:
+    """Every fault of the catalogue, for each pair of kernels and seed."""
+    jobs = [(s, kernel, base, first + n) for n in range(seeds) for s in SURFACES for kernel, base in PAIRS]
+    count = default_workers("cpu") if workers is None else workers
+    verdicts: list[Verdict] = []
+    with Progress(len(jobs), "diagnoses") as progress:
+        for part in _pooled(jobs, count) if count else (evaluate(*job) for job in jobs):
+            verdicts += part
+            progress.advance(note=f"{part[0].surface} on {part[0].kernel}" if part else "")
+    return verdicts
+
+
+def _pooled(jobs: Sequence[tuple[str, str, str, int]], workers: int) -> Iterator[list[Verdict]]:
+    context = multiprocessing.get_context("spawn")  # see audit.runner
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        for future in as_completed([pool.submit(evaluate, *job) for job in jobs]):
+            yield future.result()
+
+
+def to_report(verdicts: Sequence[Verdict], command: str, seconds: float, first: int = FIRST_SEED) -> Report:
+    """One check a pair of kernels: the share of faults whose name is in the group. FAIL below WANTED."""
+    checks = [_check(kernel, base, [v for v in verdicts if v.kernel == kernel]) for kernel, base in PAIRS]
+    verdict, reasons = decide(checks, [], dict.fromkeys(SURFACES, "covered"), controls_required=False)
+    return Report(
+        verdict=verdict,
+        reasons=reasons,
+        suite="diagnosis",
+        backend=", ".join(kernel for kernel, _ in PAIRS),
+        contract={},
+        environment=environment(),
+        envelope=None,
+        coverage=dict.fromkeys(SURFACES, "covered"),
+        checks=tuple(checks),
+        controls=(),
+        findings=(),
+        seed=first,
+        command=command,
+        wall_s=round(seconds, 2),
+        diagnosis={
+            "seeds": sorted({v.seed for v in verdicts}),
+            "cases": "heldout (audit.fault_cases.MEASURE); written on audit.fault_cases.LADDER",
+            **{kernel: summary([v for v in verdicts if v.kernel == kernel]) for kernel, _ in PAIRS},
+        },
+        created=environment()["date"],
+    )
+
+
+def _check(kernel: str, base: str, verdicts: Sequence[Verdict]) -> Check:
+    judged = [v for v in verdicts if v.case is not None]
+    named = sum(v.named for v in judged)
+    if not judged:
+        return Check(f"diagnosis.{kernel}", f"{kernel}, tried on {base}", "all", "diagnosis", "inconclusive", 0,
+                     note="no fault was diagnosed")  # fmt: skip
+    share = named / len(judged)
+    size = sum(len(v.group) for v in judged) / len(judged)
+    title = f"{kernel} on {base}: {named} of {len(judged)} named, group of {size:.2f}"
+    note = "" if share >= WANTED else f"{share:.1%} named, wanted {WANTED:.0%}"
+    return Check(f"diagnosis.{kernel}", title, "all", "diagnosis", "pass" if share >= WANTED else "fail", len(judged),
+                 note=note)  # fmt: skip
+
+
+def summary(verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    """Share named with its interval, mean group, how it was judged, and the confusion matrix (true -> named)."""
+    judged = [v for v in verdicts if v.case is not None]
+    confusion: dict[str, Counter[str]] = {}
+    for v in judged:
+        confusion.setdefault(v.fault, Counter()).update(v.group or ("unknown",))
+    named = sum(v.named for v in judged)
+    return {
+        "diagnosed": len(judged),
+        "not_failing": sorted({v.fault for v in verdicts if v.case is None}),
+        "named": named,
+        "interval": list(exact_interval(named, len(judged))) if judged else None,
+        "mean_group": sum(len(v.group) for v in judged) / max(len(judged), 1),
+        "first_is_true": sum(v.group[:1] == (v.fault,) for v in judged),
+        "how": dict(Counter(v.how for v in judged)),
+        "unnamed": [{"fault": v.fault, "size": v.size, "case": v.case, "group": list(v.group)}
+                    for v in judged if not v.named],
+        "confusion": {fault: dict(row) for fault, row in confusion.items()},
+    }  # fmt: skip
