@@ -42,6 +42,7 @@ def parser() -> argparse.ArgumentParser:
     )
     check.add_argument("--only", action="append", default=[], metavar="CASE", help="run this case alone (repeatable)")
     check.add_argument("--graph", action="store_true", help="replay captured CUDA graphs (needs a GPU)")
+    check.add_argument("--no-diagnosis", action="store_true", help="on a FAIL, do not look for the likely defect")
     _sampler_arguments(commands.add_parser("sample", help="judge the law of a sampler"))
     continuation_cli.register(commands)
     decode_cli.register(commands)
@@ -239,6 +240,7 @@ def _audit(args: argparse.Namespace, command: str) -> int:
         graph=getattr(args, "graph", False),
         command=command,
         envelope=args.envelope,
+        diagnose=args.command == "check" and not args.no_diagnosis,
     )
     suite.check_device(options.device)
     if args.report:

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace, command: str) -> int:
         found = diagnose(lambda: load_backend(args.backend), args.seed, args.surface or None, _chosen(args))
     finally:
         torch.set_num_threads(threads)
-    print_diagnoses(found, args.backend, args.seed)
+    print_diagnoses([d.as_dict() for d in found], args.backend, args.seed)
     return 1 if found else 0
 
 

@@ -16,6 +16,7 @@ import torch
 from audit import assemble, envelope
 from audit.cases import CaseSpec, family_sha256
 from audit.component import CaseResult
+from audit.diagnose import diagnose
 from audit.environment import code_sha256, environment, object_sha256
 from audit.families import SHAPES, Shape, family, fits, fitting_shape, replayed_cases, units
 from audit.frame import cells_frame
@@ -29,7 +30,8 @@ from lumotree.errors import InputError
 
 @dataclass(frozen=True)
 class Options:
-    """What a run was asked for. shape None: the backend's default. sets, instances None: the shape's own."""
+    """What a run was asked for. shape None: the backend's default. sets, instances None: the shape's own. diagnose:
+    name the likely defect of a backend that fails."""
 
     backend: str = "torch"
     shape: str | None = None
@@ -42,6 +44,7 @@ class Options:
     graph: bool = False
     command: str = "lumotree-audit check"
     envelope: str | None = None
+    diagnose: bool = False
 
 
 @dataclass
@@ -156,9 +159,29 @@ def check(options: Options) -> Run:
         options.backend, fitting, device=options.device, workers=options.workers, graph=options.graph, label="held-out"
     )
     judged = envelope.judge(frozen, assemble.unit_statistics(results)) if frozen else []
-    return _report(
+    run = _report(
         options, backend, shape, results, assemble.envelope_checks(judged), ref, started, "component", warnings
     )
+    return _diagnosed(run, options) if options.diagnose and run.report.verdict == "FAIL" else run
+
+
+def _diagnosed(run: Run, options: Options) -> Run:
+    """The run with a diagnosis of the surfaces that have a check outside, on small cases in this process."""
+    surfaces = sorted({c.surface for c in run.report.checks if c.status == "fail"})
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        found = diagnose(lambda: load_backend(options.backend), options.seed, surfaces)
+    except InputError as refusal:  # small cases may not be what the backend takes: the verdict stands without a name
+        note = f"no diagnosis: {refusal}"
+        return replace(run, report=replace(run.report, warnings=(*run.report.warnings, note)))
+    finally:
+        torch.set_num_threads(threads)
+    if not found:
+        case = next((f.case for f in run.report.findings), "CASE")
+        note = f"no diagnosis: no small case fails; ask for one that does: lumotree-audit diagnose --only {case}"
+        return replace(run, report=replace(run.report, warnings=(*run.report.warnings, note)))
+    return replace(run, report=replace(run.report, diagnosis={"surfaces": [d.as_dict() for d in found]}))
 
 
 def _fitting(specs: Sequence[CaseSpec], backend: Any) -> list[CaseSpec]:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
+<<<<<<< HEAD
 from audit.render.continuation import notes as continuation_notes
 from audit.render.continuation import tables as continuation_tables
 from audit.render.decode import notes as decode_notes
 from audit.render.decode import tables as decode_tables
+=======
+from audit.render.diagnosis import lines
+>>>>>>> 0b163fc (lumotree-audit diagnose: which known defect leaves what a failing kernel left; also run by check on a FAIL)
 from audit.render.sampler import tables as sampler_tables
 from audit.render.text import count, headline, last_lines, number, outcome, place
 from audit.report import Report
@@ -33,6 +38,8 @@ def render_markdown(report: Report) -> str:
         blocks += ["## Controls", _controls(report)]
     if report.findings:
         blocks += ["## Findings", *_findings(report)]
+    for surface in report.diagnosis.get("surfaces", ()):
+        blocks += [f"## Diagnosis of {surface['surface']}", _diagnosis(report, surface)]
     if report.warnings:
         blocks += ["## Warnings", "\n".join(f"* {_inline(w)}" for w in report.warnings)]
     blocks += ["## Run", _run(report)]
@@ -56,6 +63,10 @@ def _checks(report: Report) -> str:
         for c in report.checks
     )
     return _table(header, rows)
+
+
+def _diagnosis(report: Report, surface: Mapping[str, Any]) -> str:
+    return "\n".join(f"* {_inline(line.strip())}" for line in lines(surface, report.backend, report.seed))
 
 
 def _controls(report: Report) -> str:

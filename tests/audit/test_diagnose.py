@@ -1,0 +1,156 @@
+"""The diagnosis names the fault that was put in, says what it cannot tell apart, and does not invent a name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from audit import cli, diagnose_eval, suite
+from audit.diagnose import EXPLAINS, Known, diagnose, diagnose_surface
+from audit.diagnose_eval import Verdict, evaluate, summary, to_report
+from audit.fault_cases import ladder
+from audit.fault_trial import alone
+from audit.recording import OtherBitsError, apart, record, reproduces
+from audit.render.diagnosis import lines
+from faults import CATALOGUE, Faulty
+from lumotree.backends.reference import ReferenceBackend
+from lumotree.backends.torch_backend import TorchBackend
+from lumotree.contract import Contract
+from lumotree.errors import PathError
+
+INNER, OTHER = TorchBackend(), ReferenceBackend()
+SPECS = list(ladder(4))
+
+
+@pytest.fixture(scope="module")
+def known() -> dict[str, Known]:
+    torch.set_num_threads(1)
+    return {s: Known("torch", Contract(), s) for s in ("gdn", "conv", "attention")}
+
+
+def found(fault: str, known: dict[str, Known], inner: Any = INNER) -> Any:
+    surface = CATALOGUE[fault].surface
+    return diagnose_surface(lambda: CATALOGUE[fault].wrap(inner), surface, SPECS, [known[surface]])
+
+
+@pytest.mark.parametrize("fault", ["taps_reversed.conv", "wrong_parent.conv", "history_one_older.conv"])
+def test_the_fault_is_named_by_its_bits(fault: str, known: dict[str, Known]) -> None:
+    d = found(fault, known)
+    assert d.how == "bitwise" and {h.fault for h in d.group} == {fault} and d.case == SPECS[0].id
+    assert d.place["request"] == 0 and d.check.startswith("conv.")
+
+
+@pytest.mark.parametrize("fault", ["beta_twice.gdn", "commit_by_depth.gdn"])
+def test_the_fault_is_named_in_a_kernel_that_shares_no_bits_with_ours(fault: str, known: dict[str, Known]) -> None:
+    d = found(fault, known, OTHER)
+    assert d.how == "distance" and d.base == "torch" and {h.fault for h in d.group} == {fault}
+    assert d.group[0].left < 1e-3 and d.near and all(h.left > d.group[0].left for h in d.near)
+
+
+def test_hypotheses_that_agree_on_the_failing_case_are_told_apart_by_another(known: dict[str, Known]) -> None:
+    d = found("reads_slot_zero.conv", known)
+    assert {h.fault for h in d.group} == {"reads_slot_zero.conv"}
+    ruled_out = [label for labels in d.told_apart.values() for label in labels]
+    assert "reads_batch_index.conv" in ruled_out and set(d.told_apart) <= set(d.cases)
+
+
+def test_the_place_is_the_first_row_that_is_wrong_parents_before_children(known: dict[str, Known]) -> None:
+    def wrap() -> Any:
+        def verify(ops: Any, pool: Any, batch: Any, ws: Any, out: torch.Tensor, layer: int) -> None:
+            INNER.conv_verify(ops, pool, batch, ws, out, layer)
+            out[3:6] += 1
+
+        return Faulty(INNER, conv_verify=verify)
+
+    d = diagnose_surface(wrap, "conv", SPECS[:1], [known["conv"]])
+    assert d is not None and d.place["row"] == 3 and d.check == "conv.out.bitwise"
+
+
+def test_an_unknown_defect_is_said_to_be_unknown(known: dict[str, Known]) -> None:
+    def wrap() -> Any:
+        def verify(ops: Any, pool: Any, batch: Any, ws: Any, out: torch.Tensor, layer: int) -> None:
+            INNER.conv_verify(ops, pool, batch, ws, out, layer)
+            out[batch.active] = out[batch.active].flip(1) * 3
+
+        return Faulty(INNER, conv_verify=verify)
+
+    d = diagnose_surface(wrap, "conv", SPECS[:3], [known["conv"]])
+    assert d is not None and d.how == "unknown" and not d.group and d.near[0].left > EXPLAINS
+    assert any("unknown defect" in line for line in lines(d.as_dict(), "x", 1))
+
+
+def test_a_right_backend_has_nothing_to_diagnose() -> None:
+    assert diagnose(lambda: INNER, 4, ["conv"], SPECS[:4]) == []
+
+
+def test_a_backend_that_refuses_a_case_is_diagnosed_from_what_it_did_before(known: dict[str, Known]) -> None:
+    def wrap() -> Any:
+        def publish(*args: Any) -> None:
+            raise PathError("no")
+
+        return Faulty(INNER, conv_publish=publish)
+
+    d = diagnose_surface(wrap, "conv", SPECS[:1], [known["conv"]])
+    assert d is not None and d.check == "refused" and d.place == {}
+
+
+def test_a_recording_stops_at_the_first_call_that_leaves_other_bits() -> None:
+    clean = record(alone(INNER, "conv"), SPECS[0])
+    wrong = alone(CATALOGUE["flat_tree.conv"].wrap(INNER), "conv")
+    with pytest.raises(OtherBitsError, match="conv_verify, left other bits"):
+        record(wrong, SPECS[0], clean)
+    assert not reproduces(wrong, SPECS[0], clean) and reproduces(alone(INNER, "conv"), SPECS[0], clean)
+    assert clean.agreement(clean) == 1.0 and apart(clean.vector(clean), clean.vector(clean)) == 0.0
+    assert record(wrong, SPECS[0]).agreement(clean) < 1.0
+
+
+def test_the_lines_name_defect_case_and_command(known: dict[str, Known]) -> None:
+    text = "\n".join(lines(found("reads_slot_zero.conv", known).as_dict(), "my:Kernel", 9))
+    for part in ("reads_slot_zero.conv: verification starts from slot 0", "ruled out", "--backend my:Kernel --seed 9"):
+        assert part in text
+
+
+def test_an_evaluation_counts_what_was_named_and_what_was_not(monkeypatch: Any) -> None:
+    only = {k: f for k, f in CATALOGUE.items() if k in ("taps_reversed.conv", "flat_tree.conv", "first_child.conv")}
+    monkeypatch.setattr(diagnose_eval, "CATALOGUE", only)
+    verdicts = evaluate("conv", "torch", "torch", 500_001)
+    assert [v.fault for v in verdicts] == list(only) and all(v.named for v in verdicts if v.case)
+    wrong = Verdict("a.conv", "conv", "torch", None, 1, "case", "distance", ("b.conv",))
+    counted = summary([*verdicts, wrong, replace(wrong, case=None)])
+    assert counted["diagnosed"] == len([v for v in verdicts if v.case]) + 1 and counted["not_failing"] == ["a.conv"]
+    assert counted["unnamed"][0]["fault"] == "a.conv" and counted["confusion"]["a.conv"] == {"b.conv": 1}
+    report = to_report([*verdicts, wrong], "command", 1.0)
+    assert report.verdict == "FAIL" and "wanted 95%" in report.checks[1].note  # one of four is wrong
+    assert report.checks[0].status == "inconclusive"
+
+
+def test_the_command_prints_the_name_and_ends_with_1(capsys: Any, monkeypatch: Any, tmp_path: Path) -> None:
+    (tmp_path / "kernel_under_fault.py").write_text(
+        "from faults import CATALOGUE\nfrom lumotree.backends.torch_backend import TorchBackend\n"
+        "def Kernel(): return CATALOGUE['taps_reversed.conv'].wrap(TorchBackend())\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["diagnose", "--backend", "kernel_under_fault:Kernel", "--surface", "conv"]) == 1
+    out = capsys.readouterr().out
+    assert "taps_reversed.conv: taps are applied newest first" in out.replace("\n", " ")
+    assert cli.main(["diagnose", "--surface", "conv"]) == 0
+    assert "nothing to diagnose" in capsys.readouterr().out
+    assert cli.main(["diagnose", "--only", "no/such"]) == 2
+    assert "unknown case 'no/such'" in capsys.readouterr().err
+
+
+def test_check_diagnoses_a_failure_and_reports_it(monkeypatch: Any) -> None:
+    made: Callable[..., Any] = suite.load_backend
+    monkeypatch.setattr(suite, "load_backend", lambda spec: CATALOGUE["taps_reversed.conv"].wrap(made("torch")))
+    monkeypatch.setattr("audit.runner.load_backend", suite.load_backend)
+    options = suite.Options(shape="micro", only=("micro/heldout/named/comb:3",), workers=0, diagnose=True)
+    report = suite.check(options).report
+    (surface,) = report.diagnosis["surfaces"]
+    assert report.verdict == "FAIL" and surface["surface"] == "conv"
+    assert [h["fault"] for h in surface["group"]] == ["taps_reversed.conv"]
+    assert suite.check(replace(options, diagnose=False)).report.diagnosis == {}
