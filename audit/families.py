@@ -98,7 +98,7 @@ def _sizes(dims: Dims) -> Iterable[tuple[str, dict[str, object]]]:
 
 
 def _adversarial(dims: Dims, tree: str) -> Iterable[tuple[str, dict[str, object]]]:
-    for regime in ("near_one", "near_zero", "zero_keys", "tiny_keys", "large_gates", "mid_gates"):
+    for regime in ("near_one", "near_zero", "zero_keys", "tiny_keys", "large_gates"):
         yield f"regime/{regime}", {"dims": dims, "trees": (tree,), "prefixes": (5,), "regime": regime}
 
 
@@ -165,6 +165,7 @@ def small_cases(split: str, seed: int) -> list[CaseSpec]:
         *_requests(DIMS_TINY, ("comb:2", "star:3"), ("star:3", "chain:3") * 4 + ("star:3",)),
         *_heads(DIMS_FULL, DIMS_EQUAL),
         ("size/130", {"dims": DIMS_TINY, "trees": ("random:130",), "prefixes": (3,), "inactive_fraction": 0.1}),
+        ("regime/mid_gates", {"dims": DIMS_ODD, "trees": ("hydra27",), "prefixes": (5,), "regime": "mid_gates"}),
     ]
     return _specs("small", drawn, split, seed)
 
@@ -185,6 +186,7 @@ def micro_cases(split: str, seed: int) -> list[CaseSpec]:
         *_context(DIMS_MICRO, (200,), (16, 31)),
         *_requests(DIMS_MICRO, ("chain:2", "star:3"), ("chain:2",) * 6),
         *_heads(DIMS_MICRO_FULL, DIMS_MICRO_EQUAL),
+        ("regime/mid_gates", {"dims": DIMS_MICRO, "trees": ("comb:3",), "prefixes": (5,), "regime": "mid_gates"}),
     ]
     return _specs("micro", drawn, split, seed)
 
