@@ -6,14 +6,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-<<<<<<< HEAD
 from audit.render.continuation import notes as continuation_notes
 from audit.render.continuation import tables as continuation_tables
 from audit.render.decode import notes as decode_notes
 from audit.render.decode import tables as decode_tables
-=======
 from audit.render.diagnosis import lines
->>>>>>> 0b163fc (lumotree-audit diagnose: which known defect leaves what a failing kernel left; also run by check on a FAIL)
 from audit.render.sampler import tables as sampler_tables
 from audit.render.text import count, headline, last_lines, number, outcome, place
 from audit.report import Report

@@ -9,14 +9,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-<<<<<<< HEAD
 from audit.render.continuation import notes as continuation_notes
 from audit.render.continuation import tables as continuation_tables
 from audit.render.decode import notes as decode_notes
 from audit.render.decode import tables as decode_tables
-=======
 from audit.render.diagnosis import print_diagnoses
->>>>>>> 0b163fc (lumotree-audit diagnose: which known defect leaves what a failing kernel left; also run by check on a FAIL)
 from audit.render.progress import Progress
 from audit.render.sampler import STEPS_LEGEND
 from audit.render.sampler import tables as sampler_tables
