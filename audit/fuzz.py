@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from hypothesis import HealthCheck, Phase, Verbosity, seed, settings
+from hypothesis.configuration import set_hypothesis_home_dir
 from hypothesis.database import DirectoryBasedExampleDatabase, ExampleDatabase
 from hypothesis.errors import Flaky
 from hypothesis.stateful import run_state_machine_as_test
@@ -171,6 +172,7 @@ def _database(options: FuzzOptions) -> ExampleDatabase:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe_writable(folder)
+        set_hypothesis_home_dir(folder.parent / "hypothesis")  # or it would make a folder where the user stands
     except OSError as cause:
         raise InputError(f"--database {options.database}: expected a writable folder, found: {cause}") from cause
     return DirectoryBasedExampleDatabase(folder)

@@ -274,6 +274,25 @@ class ExportDamage(TorchBackend):
         return state
 
 
+class Masks(TorchBackend):
+    """Finds a position's place in its page by a bit mask: right for powers of two."""
+
+    def kv_publish(self, cache: Any, batch: Batch, accepted: Accepted, ws: Any, layers: Any) -> None:
+        size = batch.page_size
+        wrong = size & (size - 1) and int(batch.prefix_len[0]) & (size - 1) != int(batch.prefix_len[0]) % size
+        super().kv_publish(
+            cache, replace(batch, prefix_len=batch.prefix_len - 1) if wrong else batch, accepted, ws, layers
+        )
+
+
+class Busy(TorchBackend):
+    """Takes the first live request for granted."""
+
+    def gdn_verify(self, ops: Any, pool: Any, batch: Batch, ws: Any, out: Tensor, layer: int) -> None:
+        assert int(batch.state_slot.max()) >= 0
+        super().gdn_verify(ops, pool, batch, ws, out, layer)
+
+
 class NativeTogether(TorchBackend):
     """The one-token step does nothing in a layer that has only attention."""
 
@@ -314,6 +333,16 @@ def _export(d: Driver) -> None:
     d.prefill(0, 2)
 
 
+def _pages(d: Driver) -> None:
+    d.admit(0, 4)
+    d.prefill(0, 1)
+
+
+def _idle(d: Driver) -> None:
+    d.verify({}, padding=0)
+    d.accept({})
+
+
 def _apart(d: Driver) -> None:
     _two(d)
     d.step([0, 1], apart=True)
@@ -327,12 +356,21 @@ def _apart(d: Driver) -> None:
         (Ring, _churn, "state of request 0, layer 0, after 2 tokens differs"),
         (ExportDamage, _export, "export of request 0 wrote where it may not: pool.conv"),
         (NativeTogether, _apart, "attention output of request 0"),
+        (Masks, _pages, "attention publication of layers"),
     ],
 )
 def test_what_only_one_kind_of_step_can_show(kernel: Any, program: Any, message: str) -> None:
-    program(Driver(TorchBackend(), World(seed=8)))
+    world = World(seed=8, page_size=3)
+    program(Driver(TorchBackend(), world))
     with pytest.raises(MismatchError, match=message):
-        program(Driver(kernel(), World(seed=8), TorchBackend()))
+        program(Driver(kernel(), world, TorchBackend()))
+
+
+def test_a_batch_of_nothing_but_padding_is_legal() -> None:
+    _idle(Driver(TorchBackend()))
+    steps = [("verify", ({},), {"padding": 0}), ("accept", ({},), {})]
+    wrong = Program(World(), steps).run(Busy())
+    assert wrong is not None and wrong.surface == "refused" and "gdn_verify raised AssertionError" in str(wrong)
 
 
 def test_drawn_programs_interleave_workspaces() -> None:
