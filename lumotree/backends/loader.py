@@ -21,6 +21,7 @@ ENTRY_POINTS = "lumotree_audit.backends"
 BUILTIN: dict[str, str] = {
     "torch": "lumotree.backends.torch_backend:TorchBackend",
     "triton": "lumotree.backends.triton_backend:TritonBackend",
+    "cuda": "lumotree.backends.cuda_backend:CudaBackend",
     "reference": "lumotree.backends.reference:ReferenceBackend",
     "bank": "lumotree.backends.bank:BankBackend",
     "split_k": "lumotree.backends.variants:SplitKBackend",

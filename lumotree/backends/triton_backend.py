@@ -45,11 +45,15 @@ class TritonBackend(BackendBase):
 
     def allocate(self, dims: Dims, limits: Limits, device: torch.device) -> TritonWorkspace:
         """All scratch; nothing is allocated later."""
+        self.check_dims(dims, limits)
+        return workspace.allocate(dims, limits, self.contract.max_rows, device)
+
+    def check_dims(self, dims: Dims, limits: Limits) -> None:
+        """Raise ContractError for a model that the kernels are not made for."""
         launch.check_limit("allocate", "dk", dims.dk, launch.MAX_KEY_DIM)
         launch.check_limit("allocate", "head_dim", dims.head_dim, launch.MAX_HEAD_DIM)
         launch.check_limit("allocate", "conv_width", dims.conv_width, launch.MAX_CONV_WIDTH)
         launch.check_limit("allocate", "path", limits.path, self.contract.max_rows)
-        return workspace.allocate(dims, limits, self.contract.max_rows, device)
 
     def gdn_verify(self, ops: GdnOps, pool: Tensor, batch: Batch, ws: TritonWorkspace, out: Tensor, layer: int) -> None:
         """See `kernels.gdn.verify`."""

@@ -136,7 +136,7 @@ def _check(ops: AttentionOps, cache: KVCache, batch: Batch, out: Tensor, layer: 
     launch.check_shape("attention", "out", out, tuple(ops.q.shape))
     if ops.q.shape[1] % heads:
         raise ContractError(
-            f"triton attention: expected q_heads to be a multiple of kv_heads={heads}, got {ops.q.shape[1]}"
+            f"kernel attention: expected q_heads to be a multiple of kv_heads={heads}, got {ops.q.shape[1]}"
         )
     for name, x in (("cache.k", cache.k), ("cache.v", cache.v)):
         launch.check_aligned("attention", name, x)

@@ -138,7 +138,8 @@ def gdn_walk(
         tl.store(pool + home + within, state, mask=ok)
 
 
-def _check_ops(ops: GdnOps, pool: Tensor, batch: Batch, out: Tensor, layer: int) -> None:
+def check_ops(ops: GdnOps, pool: Tensor, batch: Batch, out: Tensor, layer: int) -> None:
+    """Raise ContractError or BackendError when operands, pool and output do not fit each other and the limits."""
     named = [(n, getattr(ops, n)) for n in ("q", "k", "v", "a", "b")]
     launch.check_device(pool)
     launch.check_tensors("gdn", torch.bfloat16, [*named, ("out", out)])
@@ -149,7 +150,7 @@ def _check_ops(ops: GdnOps, pool: Tensor, batch: Batch, out: Tensor, layer: int)
     rows, hk = batch.rows, ops.k.shape[1]
     launch.check_limit("gdn", "dk", dk, launch.MAX_KEY_DIM)
     if hv % hk:
-        raise ContractError(f"triton gdn: expected hv to be a multiple of hk, got hv={hv}, hk={hk}")
+        raise ContractError(f"kernel gdn: expected hv to be a multiple of hk, got hv={hv}, hk={hk}")
     for name, x in named:
         tail = {"q": (hk, dk), "k": (hk, dk), "v": (hv, dv)}.get(name, (hv,))
         launch.check_shape("gdn", name, x, (rows, *tail))
@@ -183,7 +184,7 @@ def _operands(ops: GdnOps) -> list[Tensor]:
 
 def verify(ops: GdnOps, pool: Tensor, batch: Batch, ws: GdnWorkspace, out: Tensor, layer: int) -> Any:
     """Outputs of all tree rows from the committed states; `pool` is only read. One launch a level."""
-    _check_ops(ops, pool, batch, out, layer)
+    check_ops(ops, pool, batch, out, layer)
     launch.check_layers("gdn workspace", [layer], ws.k.shape[0])
     launch.check_limit("gdn workspace", "rows", batch.rows, ws.k.shape[1])
     unused = (batch.plan.path_rows, batch.plan.path_ptr, 0)
@@ -216,7 +217,7 @@ def publish(pool: Tensor, batch: Batch, accepted: Accepted, ws: GdnWorkspace, la
 
 def native(ops: GdnOps, pool: Tensor, batch: Batch, out: Tensor, layer: int) -> Any:
     """One token of each request, state advanced in place: level 0 of a batch of one-row trees."""
-    _check_ops(ops, pool, batch, out, layer)
+    check_ops(ops, pool, batch, out, layer)
     operands = _operands(ops)
     unused = (batch.plan.path_rows, batch.plan.path_ptr, 0)
     return _launch(

@@ -78,7 +78,7 @@ def check_tensors(what: str, dtype: torch.dtype, tensors: Iterable[tuple[str, Te
     for name, x in tensors:
         if x.dtype != dtype or not x.is_contiguous():
             raise ContractError(
-                f"triton {what}: expected contiguous {dtype}, got {name} {x.dtype} with shape {tuple(x.shape)} and "
+                f"kernel {what}: expected contiguous {dtype}, got {name} {x.dtype} with shape {tuple(x.shape)} and "
                 f"strides {x.stride()}"
             )
 
@@ -86,20 +86,20 @@ def check_tensors(what: str, dtype: torch.dtype, tensors: Iterable[tuple[str, Te
 def check_shape(what: str, name: str, x: Tensor, shape: tuple[int, ...]) -> None:
     """Raise ContractError unless x has exactly this shape."""
     if tuple(x.shape) != shape:
-        raise ContractError(f"triton {what}: expected {name} {list(shape)}, got {list(x.shape)}")
+        raise ContractError(f"kernel {what}: expected {name} {list(shape)}, got {list(x.shape)}")
 
 
 def check_limit(what: str, name: str, value: int, limit: int) -> None:
     """Raise ContractError when a size is above its limit."""
     if value > limit:
-        raise ContractError(f"triton {what}: {name}={value} is above the limit; allowed: at most {limit}")
+        raise ContractError(f"kernel {what}: {name}={value} is above the limit; allowed: at most {limit}")
 
 
 def check_layers(what: str, layers: Sequence[int], limit: int) -> None:
     """Raise ContractError unless every layer is in 0..limit-1."""
     for layer in layers:
         if not 0 <= layer < limit:
-            raise ContractError(f"triton {what}: layer={layer} does not exist; allowed: 0..{limit - 1}")
+            raise ContractError(f"kernel {what}: layer={layer} does not exist; allowed: 0..{limit - 1}")
 
 
 def check_aligned(what: str, name: str, x: Tensor) -> None:
@@ -108,7 +108,7 @@ def check_aligned(what: str, name: str, x: Tensor) -> None:
     Alignment is part of what Triton specialises the state pointers on: with another one another binary would run.
     """
     if x.data_ptr() % 16:
-        raise ContractError(f"triton {what}: expected {name} aligned to 16 bytes, got address {x.data_ptr():#x}")
+        raise ContractError(f"kernel {what}: expected {name} aligned to 16 bytes, got address {x.data_ptr():#x}")
 
 
 def check_batch(batch: Batch, limits: Limits) -> None:

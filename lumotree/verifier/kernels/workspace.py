@@ -16,7 +16,7 @@ from lumotree.verifier.kernels.launch import as_bits
 class GdnWorkspace:
     """cut: fp32 `[rows / 2 + 1, HV, dv, dk]`, states of the rows that start other paths, reused by every layer.
 
-    The rest is the record for replay, by layer: bf16 `k [L, rows, HK, dk]`, `v [L, rows, HV, dv]`,
+    In the CUDA kernel, states beyond shared memory. The rest is the record for replay, by layer: bf16 `k [L, rows, HK, dk]`, `v [L, rows, HV, dv]`,
     `a, b [L, rows, HV]`, fp32 `a_log, dt_bias [L, HV]`.
     """
 
@@ -56,8 +56,10 @@ class TritonWorkspace:
     limits: Limits
 
 
-def allocate(dims: Dims, limits: Limits, max_rows: int, device: torch.device) -> TritonWorkspace:
-    """Allocate for the limits; a request has at most `max_rows` rows."""
+def allocate(
+    dims: Dims, limits: Limits, max_rows: int, device: torch.device, cut: Tensor | None = None
+) -> TritonWorkspace:
+    """Allocate for the limits; a request has at most `max_rows` rows. cut: a kernel's own buffer for pending states."""
 
     def bf16(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.bfloat16, device=device)
@@ -71,7 +73,7 @@ def allocate(dims: Dims, limits: Limits, max_rows: int, device: torch.device) ->
     layers, rows = limits.layers, limits.rows
     gdn = GdnWorkspace(
         # A row is cut because it has at least two children, so at most every other row is.
-        fp32(rows // 2 + 1, dims.hv, dims.dv, dims.dk),
+        fp32(rows // 2 + 1, dims.hv, dims.dv, dims.dk) if cut is None else cut,
         bf16(layers, rows, dims.hk, dims.dk),
         bf16(layers, rows, dims.hv, dims.dv),
         bf16(layers, rows, dims.hv),

@@ -1,0 +1,162 @@
+"""Launches of `gdn.cu`: verification of a layer, publication of many, the native step."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from lumotree.backends.protocol import Accepted, Batch, GdnOps, Limits
+from lumotree.contract import Dims
+from lumotree.errors import BackendError
+from lumotree.verifier.cuda.build import Spec, Tile, kernel
+from lumotree.verifier.kernels import launch
+from lumotree.verifier.kernels.gdn import check_ops
+from lumotree.verifier.kernels.workspace import GdnWorkspace
+
+MAX_ROWS = 1024
+_GRID_LIMIT = 65535
+_POINTERS = (
+    "q", "k", "v", "a", "b", "a_log", "dt_bias", "pool", "spill", "out", "rec_k", "rec_v", "rec_a", "rec_b",
+    "rec_a_log", "rec_dt_bias", "state_slot", "cu_rows", "parent", "active", "accepted_rows", "accepted_length",
+)  # fmt: skip
+_INTEGERS = ("layer", "slots", "rec_rows", "accepted_width", "capacity", "tiles")
+
+
+class Arguments(ctypes.Structure):
+    """`Args` of gdn.cu."""
+
+    _fields_ = [*((name, ctypes.c_void_p) for name in _POINTERS), *((name, ctypes.c_int) for name in _INTEGERS)]
+
+
+@lru_cache(maxsize=None)
+def shared_limit(device: torch.device) -> int:
+    """Bytes of shared memory that one block may have."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    return 227 << 10
+
+
+@lru_cache(maxsize=None)
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of the device."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1
+
+
+@lru_cache(maxsize=None)
+def spec(mode: str, hk: int, hv: int, dk: int, dv: int, vector: bool, device: torch.device) -> Spec:
+    """The compilation for a shape: three slabs where they fit the registers, as many pending states as shared memory
+    holds twice, so that two blocks share a multiprocessor.
+
+    Raises BackendError when a block does not fit even without pending states.
+    """
+    slabs, limit = 3 if dk <= 128 else 1, shared_limit(device)
+    stacks = {"verify": (3, 2, 1, 0), "publish": (1, 0), "native": (0,)}[mode]
+    stage = {"verify": 32, "publish": 16, "native": 8}[mode]
+    resident = {"verify": 2, "publish": 4, "native": 1}[mode]
+    for stack in stacks:
+        found = Spec(mode, hk, hv, dk, dv, Tile(slabs, 4, stack, stage, resident), vector)
+        if found.shared_bytes(MAX_ROWS) <= limit:
+            return found
+    raise BackendError(
+        f"cuda gdn: a block for hk={hk}, hv={hv}, dk={dk}, dv={dv} needs {found.shared_bytes(MAX_ROWS)} bytes of "
+        f"shared memory; this card allows {limit}; use --backend triton"
+    )
+
+
+def spill_states(found: Spec, rows: int) -> int:
+    """States that the trees of a batch of so many rows can have pending beyond shared memory (SPILL_ROWS)."""
+    return rows // (3 * (2 << found.tile.stack) - 1)
+
+
+def allocate_spill(dims: Dims, limits: Limits, device: torch.device) -> Tensor:
+    """fp32 `[states, elements]`; compiles the kernels, so that nothing has to be compiled under a graph."""
+    shape = (dims.hk, dims.hv, dims.dk, dims.dv)
+    for mode in ("verify", "publish", "native"):
+        for vector in {False, _vectorisable(dims.dk, dims.dv)}:
+            kernel(spec(mode, *shape, vector, device), device)
+    verify_spec = spec("verify", *shape, True, device)
+    elements = verify_spec.blocks * verify_spec.state_bytes // 4
+    return torch.zeros((spill_states(verify_spec, limits.rows), elements), dtype=torch.float32, device=device)
+
+
+def _vectorisable(dk: int, dv: int) -> bool:
+    return dk % 8 == 0 and dv % 4 == 0
+
+
+def _run(
+    mode: str, pool: Tensor, batch: Batch, operands: Sequence[Tensor], hk: int, *, layer: int, layers: int,
+    spill: Tensor | None = None, out: Tensor | None = None, record: Sequence[Tensor] = (),
+    accepted: Accepted | None = None,
+) -> None:  # fmt: skip
+    slots, hv, dv, dk = pool.shape[1:]
+    if not (batch.requests and layers):
+        return
+    wide = [x for x in (*operands[:3], *record[:2]) if x.numel()]
+    vector = _vectorisable(dk, dv) and all(x.data_ptr() % 16 == 0 for x in wide)
+    found = spec(mode, hk, hv, dk, dv, vector, pool.device)
+    capacity = min(batch.rows, MAX_ROWS) if mode == "verify" else 0
+    launch.check_limit("gdn", "requests", batch.requests, _GRID_LIMIT)
+    launch.check_limit("gdn", "layers", layers, _GRID_LIMIT)
+    tensors = dict(zip(_POINTERS[:7], operands, strict=True))
+    tensors |= dict(zip(_POINTERS[10:16], record, strict=False))
+    tensors |= {"pool": pool, "state_slot": batch.state_slot, "cu_rows": batch.cu_rows}
+    tensors |= {"parent": batch.parent, "active": batch.active}
+    if accepted is not None:
+        tensors |= {"accepted_rows": accepted.rows, "accepted_length": accepted.length}
+    for name, x in (("spill", spill), ("out", out)):
+        if x is not None:
+            tensors[name] = x
+    arguments = Arguments(**{name: x.data_ptr() for name, x in tensors.items()})
+    arguments.layer, arguments.slots, arguments.capacity = layer, slots, capacity
+    arguments.rec_rows = record[0].shape[1] if record else operands[1].shape[-3]
+    arguments.accepted_width = accepted.rows.shape[1] if accepted is not None else 0
+    arguments.tiles = found.blocks * layers
+    grid = (found.blocks, batch.requests, layers)
+    if mode == "publish":
+        wave = -(-found.tile.resident * multiprocessors(pool.device) // batch.requests)
+        grid = (min(arguments.tiles, wave), batch.requests, 1)
+    shared = found.shared_bytes(capacity)
+    if mode == "verify" and grid[0] * grid[1] <= multiprocessors(pool.device):
+        # A second block on a multiprocessor would leave another one idle.
+        shared = max(shared, shared_limit(pool.device) // 2 + 1)
+    kernel(found, pool.device).launch(grid, shared, arguments)
+
+
+def _operands(ops: GdnOps) -> list[Tensor]:
+    return [ops.q, ops.k, ops.v, ops.a, ops.b, ops.A_log, ops.dt_bias]
+
+
+def _record(ws: GdnWorkspace) -> list[Tensor]:
+    return [ws.k, ws.v, ws.a, ws.b, ws.a_log, ws.dt_bias]
+
+
+def verify(ops: GdnOps, pool: Tensor, batch: Batch, ws: GdnWorkspace, out: Tensor, layer: int) -> None:
+    """Outputs of all tree rows from the committed states, operands recorded; `pool` is only read. One launch."""
+    check_ops(ops, pool, batch, out, layer)
+    launch.check_layers("gdn workspace", [layer], ws.k.shape[0])
+    launch.check_limit("gdn workspace", "rows", batch.rows, ws.k.shape[1])
+    _run(
+        "verify", pool, batch, _operands(ops), ops.k.shape[1], layer=layer, layers=1, spill=ws.cut, out=out,
+        record=_record(ws),
+    )  # fmt: skip
+
+
+def publish(pool: Tensor, batch: Batch, accepted: Accepted, ws: GdnWorkspace, layers: Sequence[int]) -> None:
+    """Replay the accepted rows from the recorded operands, in place in the pool. One launch a run of layers."""
+    launch.check_device(pool)
+    launch.check_tensors("gdn", torch.float32, [("pool", pool)])
+    launch.check_aligned("gdn", "pool", pool)
+    launch.check_layers("gdn", layers, min(pool.shape[0], ws.k.shape[0]))
+    operands = [ws.k, *_record(ws)]
+    for first, count in launch.runs(layers):
+        _run("publish", pool, batch, operands, ws.k.shape[2], layer=first, layers=count, accepted=accepted)
+
+
+def native(ops: GdnOps, pool: Tensor, batch: Batch, out: Tensor, layer: int) -> None:
+    """One token of each request, state advanced in place."""
+    check_ops(ops, pool, batch, out, layer)
+    _run("native", pool, batch, _operands(ops), ops.k.shape[1], layer=layer, layers=1, out=out)
