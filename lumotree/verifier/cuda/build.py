@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import tempfile
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +52,9 @@ class Spec:
         """Macros of `gdn.cu`."""
         t = self.tile
         named = {
-            "HK": self.hk, "HV": self.hv, "DK": self.dk, "DV": self.dv,
-            "SLABS": t.slabs, "WARPS": t.warps, "STACK": t.stack, "STAGE": t.stage, "RESIDENT": t.resident, "VECTOR": int(self.vector), "MODE": MODES[self.mode],
+            "HK": self.hk, "HV": self.hv, "DK": self.dk, "DV": self.dv, "SLABS": t.slabs, "WARPS": t.warps,
+            "STACK": t.stack, "STAGE": t.stage, "RESIDENT": t.resident, "VECTOR": int(self.vector),
+            "MODE": MODES[self.mode],
         }  # fmt: skip
         return [*(f"-D{name}={value}" for name, value in named.items()), f"-DSCALE={self.dk**-0.5:.9g}f"]
 
@@ -69,6 +70,12 @@ class Spec:
         return self.hk * -(-slabs // (self.tile.slabs * self.tile.warps))
 
     @property
+    def run(self) -> int:
+        """Tiles that a publishing block takes in a row; mirrors RUN in gdn.cu."""
+        blocks = self.blocks // self.hk
+        return 4 if blocks % 4 == 0 else 2 if blocks % 2 == 0 else 1
+
+    @property
     def state_bytes(self) -> int:
         """Bytes of one block's states."""
         return self.tile.warps * self.tile.slabs * self.chunks * 512
@@ -79,10 +86,9 @@ class Spec:
         block_slabs = t.slabs * t.warps
         heads = min((block_slabs + head_slabs - 2) // head_slabs + 1, ratio)
         scratch = -(-16 * capacity // 16) * 16
-        staged = t.stage * (2 * 128 * self.chunks + 16 * block_slabs + 8 * heads + 4)
-        shared = max(t.stack * self.state_bytes, scratch) + staged + 4 * (capacity + 2)
-        # A publication stages operands in two places.
-        return shared + staged + 16 if self.mode == "publish" else shared
+        rows = 1 if self.mode == "publish" else 2  # key alone, or key and query
+        staged = t.stage * (rows * 128 * self.chunks + 16 * block_slabs + 8 * heads + 4)
+        return max(t.stack * self.state_bytes, scratch) + staged + 4 * (capacity + 2)
 
 
 class Kernel:
@@ -144,7 +150,7 @@ class GpuKernel(Kernel):
         _ask("launch gdn_walk", driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(parameters), 0))
 
 
-@lru_cache(maxsize=None)
+@cache
 def kernel(spec: Spec, device: torch.device) -> Kernel:
     """The compiled kernel for a device; compiled once a process.
 
@@ -168,7 +174,7 @@ def check_card(device: int) -> None:
 def compile_cubin(spec: Spec, architecture: str) -> bytes:
     """Machine code of a spec for an architecture such as sm_90; needs NVRTC but no GPU. Raises BackendError."""
     nvrtc = _bindings("nvrtc")
-    source = (FOLDER / "device.h").read_text() + "\n#line 1 \"gdn.cu\"\n" + (FOLDER / "gdn.cu").read_text()
+    source = (FOLDER / "device.h").read_text() + '\n#line 1 "gdn.cu"\n' + (FOLDER / "gdn.cu").read_text()
     try:
         program = _ask("read gdn.cu", nvrtc.nvrtcCreateProgram(source.encode(), b"gdn.cu", 0, [], []))
     except RuntimeError as error:  # cuda-bindings looks for the library at the first call
@@ -184,7 +190,7 @@ def compile_cubin(spec: Spec, architecture: str) -> bytes:
         nvrtc.nvrtcGetProgramLog(program, log)
         raise BackendError(f"cuda: NVRTC could not compile gdn.cu for {architecture}: {log.decode(errors='replace')}")
     size = _ask("size machine code", nvrtc.nvrtcGetCUBINSize(program))
-    cubin = b" " * size
+    cubin: bytes = b" " * size
     _ask("read machine code", nvrtc.nvrtcGetCUBIN(program, cubin))
     return cubin
 

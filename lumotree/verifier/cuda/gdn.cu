@@ -67,7 +67,7 @@ __device__ inline Shared carve(char *memory, int capacity) {
     const int stack = STACK * TILE * 16, scratch = (16 * capacity + 15) / 16 * 16;
     s.key = (float4 *)(memory + (stack > scratch ? stack : scratch));
     s.query = s.key + STAGE * WIDTH / 4;
-    s.value = s.query + STAGE * WIDTH / 4;
+    s.value = s.query + (MODE == PUBLISH ? 0 : STAGE * WIDTH / 4);
     s.gate = (float2 *)(s.value + STAGE * BLOCK_SLABS);
     s.dot = (float *)(s.gate + STAGE * HEADS);
     s.count = (int *)(s.dot + STAGE);
@@ -157,9 +157,11 @@ template <int mode> __device__ inline long long operand_row(const Args &x, const
     return (mode == PUBLISH ? (long long)b.layer * x.rec_rows : 0) + b.base + row;
 }
 
-template <int mode> __device__ inline void fetch(const Args &x, const Block &b, const int *order, int at, int n, Stage &s) {
+// keys: whether the keys are wanted; a replay keeps them from tile to tile.
+template <int mode>
+__device__ inline void fetch(const Args &x, const Block &b, const int *order, int at, int n, Stage &s, bool keys = true) {
 #pragma unroll
-    for (int p = 0; p < KEY_PASSES; ++p) {
+    for (int p = 0; p < KEY_PASSES && keys; ++p) {
         const int i = p * TEAMS + threadIdx.x / TEAM, first = threadIdx.x % TEAM * 8;
         s.key[p] = s.query[p] = make_uint4(0, 0, 0, 0);
         if (i < n && threadIdx.x < TEAMS * TEAM) {
@@ -193,11 +195,12 @@ template <int mode> __device__ inline void fetch(const Args &x, const Block &b, 
 
 // VERIFY also records: the block with a key head's first slab its key, the block with a head's first slab its gates.
 template <int mode>
-__device__ inline void place(const Args &x, const Block &b, const int *order, int at, int n, Stage &s, Shared &m) {
+__device__ inline void place(
+    const Args &x, const Block &b, const int *order, int at, int n, Stage &s, Shared &m, bool keys = true) {
     const long long recorded = (long long)b.layer * x.rec_rows;
     constexpr int GROUP = KEY_PASSES % 2 ? 1 : 2;  // passes whose reductions overlap; more would need more registers
 #pragma unroll
-    for (int at_pass = 0; at_pass < KEY_PASSES; at_pass += GROUP) {
+    for (int at_pass = 0; at_pass < KEY_PASSES && keys; at_pass += GROUP) {
         float key[GROUP][8], query[GROUP][8], kk[GROUP], qq[GROUP], kq[GROUP];
 #pragma unroll
         for (int p = 0; p < GROUP; ++p) {
@@ -637,8 +640,8 @@ __device__ inline void choose_tile(const Args &x, int tile, Block &b) {
 }
 
 // Replays the accepted rows of a request. A block takes tile after tile (block of value rows and layer) and asks for the
-// next one's state and operands before it works on this one, so that memory is never idle. Operands are staged in turn in
-// two places, so that no warp overwrites what a slower one reads.
+// next one's state and operands before it works on this one, so that memory is never idle. RUN tiles of one key head
+// follow each other and share its keys.
 __device__ inline void replay(const Args &x) {
     let_next_start();
     wait_for_previous();
@@ -648,12 +651,13 @@ __device__ inline void replay(const Args &x) {
     b.base = x.cu_rows[b.request];
     const int n = x.accepted_length[b.request];
     if (b.slot < 0 || n <= 0) return;
+    constexpr int RUN = BLOCKS % 4 == 0 ? 4 : BLOCKS % 2 == 0 ? 2 : 1;
     SHARED_MEMORY(memory);
     Shared m = carve(memory, 0);
-    const int apart = (int)((char *)(m.count + 4) - (char *)m.key);
     const Lane t = {(int)threadIdx.x % LANES, (int)threadIdx.x % 32 / LANES, (int)threadIdx.x / 32, (int)threadIdx.x};
     const int most = n < STAGE ? n : STAGE;
-    int tile = blockIdx.x, turn = apart;
+    int tile = blockIdx.x * RUN;
+    bool keys = true;
     Block ahead = b;
     choose_tile(x, tile, ahead);
     Stage stage;
@@ -668,15 +672,17 @@ __device__ inline void replay(const Args &x) {
         for (int first = 0; first < n; first += STAGE) {
             const int some = n - first < STAGE ? n - first : STAGE;
             if (first) fetch<PUBLISH>(x, b, nullptr, first, some, stage);
-            place<PUBLISH>(x, b, nullptr, first, some, stage, m);
+            __syncthreads();
+            place<PUBLISH>(x, b, nullptr, first, some, stage, m, keys);
             if (EARLY && first == 0) arrive_early(m, t, state);
             __syncthreads();
             if (first + STAGE >= n) {
-                tile += gridDim.x;
+                tile += (tile + 1) % RUN ? 1 : (gridDim.x - 1) * RUN + 1;
+                keys = n > STAGE || tile % RUN == 0;
                 if (tile < x.tiles) {
                     choose_tile(x, tile, ahead);
                     if (EARLY) ask_early(x, ahead, m, t);
-                    fetch<PUBLISH>(x, ahead, nullptr, 0, most, stage);
+                    fetch<PUBLISH>(x, ahead, nullptr, 0, most, stage, keys);
                 }
             }
             Operands y;
@@ -690,10 +696,6 @@ __device__ inline void replay(const Args &x) {
                     advance(state[r], y.key, y.gate[r].x, correction(y.gate[r], y.value[r], at_key[r]));
                 if (i + 1 < some) take<PUBLISH>(m, t, heads, i + 1, y);
             }
-            m.key = (float4 *)((char *)m.key + turn);
-            m.value = (float4 *)((char *)m.value + turn);
-            m.gate = (float2 *)((char *)m.gate + turn);
-            turn = -turn;
         }
         move_states<true>(x, b, t, state);
     }

@@ -16,8 +16,8 @@ from lumotree.verifier.kernels.launch import as_bits
 class GdnWorkspace:
     """cut: fp32 `[rows / 2 + 1, HV, dv, dk]`, states of the rows that start other paths, reused by every layer.
 
-    In the CUDA kernel, states beyond shared memory. The rest is the record for replay, by layer: bf16 `k [L, rows, HK, dk]`, `v [L, rows, HV, dv]`,
-    `a, b [L, rows, HV]`, fp32 `a_log, dt_bias [L, HV]`.
+    In the CUDA kernel, states beyond shared memory. The rest is the record for replay, by layer: bf16
+    `k [L, rows, HK, dk]`, `v [L, rows, HV, dv]`, `a, b [L, rows, HV]`, fp32 `a_log, dt_bias [L, HV]`.
     """
 
     cut: Tensor
