@@ -59,16 +59,26 @@ def advance(
 ) -> Iterator[list[int]]:
     """Run lanes (longest first) through a tile `[P, h, dk, dv]` in place, yielding the rows of each step after it.
 
-    Lane p's state is `state[p]`. With `out` (bf16 `[T, HV, dv]`) the rows' outputs are written to it.
+    Lane p's state is `state[p]`. With `out` (bf16 `[T, HV, dv]`) the rows' outputs are written to it after the last
+    step.
     """  # fmt: skip
-    for rows in steps(lanes):
+    plan = steps(lanes)
+    order = [row for rows in plan for row in rows]
+    taken = ops.take(order, heads)  # once for the tile: gathering step by step costs more than small steps do
+    written = None if out is None else torch.empty_like(taken.v, dtype=out.dtype)
+    at = 0
+    for rows in plan:
+        part = slice(at, at + len(rows))
         live = state[: len(rows)]
-        o = step(live, scratch[: len(rows)], ops.take(rows, heads), reduce, output=out is not None)
-        if out is not None and o is not None:
-            out[torch.tensor(rows, device=out.device), heads] = o.to(out.dtype)
+        o = step(live, scratch[: len(rows)], taken.part(part), reduce, output=out is not None)
+        if written is not None and o is not None:
+            written[part].copy_(o)
         if contract.carry == "bf16":
             live.copy_(live.to(torch.bfloat16))
+        at = part.stop
         yield rows
+    if out is not None and written is not None:
+        out[torch.tensor(order, device=out.device), heads] = written
 
 
 def tiles(lanes: Sequence[Lane], heads: int, state: int = TILE_STATE) -> Iterator[tuple[list[Lane], slice]]:

@@ -105,6 +105,10 @@ class Operands:
         pick = slice(rows[0], rows[0] + 1) if len(rows) == 1 else torch.tensor(rows, device=self.v.device)
         return Operands(*(x[pick, heads] for x in (self.q, self.k, self.v, self.decay, self.beta)))
 
+    def part(self, rows: slice) -> Operands:
+        """Operands of consecutive rows, as views."""
+        return Operands(*(x[rows] for x in (self.q, self.k, self.v, self.decay, self.beta)))
+
 
 def prepare(ops: GdnOps, contract: Contract, *, query: bool = True) -> Operands:
     """Norms and gates of T rows (contract section 2). Without `query` (replay needs none) the result's q is k."""
