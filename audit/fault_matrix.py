@@ -13,7 +13,8 @@ from scipy import stats
 
 from audit.cases import Case, CaseSpec
 from audit.fault_cases import heldout_ladder, ladder
-from audit.fault_trial import Trial, component_trial, relation_trial
+from audit.fault_programs import PROGRAMS
+from audit.fault_trial import Trial, component_trial, program_trial, relation_trial
 from audit.metamorphic import RELATIONS
 from audit.render.progress import Progress
 from audit.runner import default_workers
@@ -119,7 +120,8 @@ def audit_fault(backend: Any, fault: Fault, cases: Cases, plan: Plan) -> Row:
         if trials[-1].state in ("Caught", "Equivalent"):
             break
     relations = [relation_trial(backend, fault, name, plan.seed) for name in RELATIONS]
-    found = [*trials[-1:], *(t for t in relations if t is not None)]
+    programs = [program_trial(backend, fault, name, plan.seed) for name in PROGRAMS]
+    found = [*trials[-1:], *(t for t in relations if t is not None), *programs]
     rates = tuple(_rates(backend, fault, plan)) if plan.full and fault.expect == "detected" else ()
     return _row(fault, trials, found, rates)
 
@@ -136,7 +138,7 @@ def _row(fault: Fault, trials: Sequence[Trial], found: Sequence[Trial], rates: t
     caught = [check for trial in found for check in trial.caught]
     missed = tuple(t.case for t in trials if t.state == "Missed")
     crashed = next((t.note for t in found if t.state == "Crashed"), "")
-    note = crashed or ("no case of this matrix is a program of plain steps and cycles" if state == "NotReached" else "")
+    note = crashed or ("no case, relation or program made it change anything" if state == "NotReached" else "")
     return Row(fault.id, fault.surface, state, trials[-1].case if trials else "", checks, caught[0] if caught else None,
                rates, missed, note)  # fmt: skip
 

@@ -9,6 +9,7 @@ import torch
 
 from audit.cases import CaseSpec
 from audit.component import audit_case
+from audit.fault_programs import run_program
 from audit.metamorphic import RELATIONS
 from audit.tally import judged
 from faults import Fault, Faulty
@@ -91,6 +92,18 @@ def relation_trial(backend: Any, fault: Fault, relation: str, seed: int, size: f
     except InputError as refusal:
         return Trial(fault.id, f"relation/{seed}", "Crashed", changed=tuple(faulty.changed), note=str(refusal))
     return _trial(fault, f"relation/{seed}", faulty, (check,) if found else (), (check,))
+
+
+def program_trial(backend: Any, fault: Fault, program: str, seed: int, size: float | None = None) -> Trial:
+    """A fixed program of several cycles under the fault, against sequential decoding."""
+    torch.manual_seed(seed)
+    faulty, reference = wrapped(backend, fault, size), wrapped(backend, fault, size)
+    check = f"{fault.surface}.{program}"
+    try:
+        wrong = run_program(program, faulty, reference, seed)
+    except InputError as refusal:
+        return Trial(fault.id, f"program/{seed}", "Crashed", changed=tuple(faulty.changed), note=str(refusal))
+    return _trial(fault, f"program/{seed}", faulty, (check,) if wrong else (), (check,))
 
 
 def _trial(fault: Fault, case: str, faulty: Any, caught: tuple[str, ...], ran: tuple[str, ...]) -> Trial:

@@ -23,6 +23,8 @@ def register(commands: Any) -> None:
     sub.add_argument("--seed", type=count, default=1, help="seed of the cases (default 1)")
     sub.add_argument("--full", action="store_true", help="measure detection probabilities and the smallest size seen, "
                      "on held-out cases (many minutes)")  # fmt: skip
+    sub.add_argument("--trials", type=count, default=30, help="with --full: runs of a fault (default 30)")
+    sub.add_argument("--size-trials", type=count, default=300, help="with --full: runs of each size (default 300)")
     sub.add_argument("--only", action="append", default=[], metavar="TEXT", help="faults whose id contains this "
                      "(repeatable)")  # fmt: skip
     sub.add_argument("--list", action="store_true", help="print a line for every fault")
@@ -52,7 +54,7 @@ def run(args: argparse.Namespace, command: str) -> int:
     chosen = [name for name in known if not args.only or any(text in name for text in args.only)]
     if not chosen:
         raise InputError(f"--only: no fault's id contains {args.only[0]!r}; for example: {', '.join(known[:3])}")
-    plan = Plan(args.backend, args.seed, args.full)
+    plan = Plan(args.backend, args.seed, args.full, max(args.trials, 1), max(args.size_trials, 1))
     rows = run_matrix(plan, lambda fault: fault.id in chosen, args.workers) if set(chosen) & set(CATALOGUE) else []
     if set(chosen) & set(SAMPLER_FAULTS):
         rows += [row for row in sampler_rows(args.seed) if row.fault in chosen]

@@ -17,11 +17,13 @@ from audit.fault_cases import heldout_ladder, ladder
 from audit.fault_matrix import Cases, Plan, Rate, Row, audit_fault, exact_interval, run_matrix
 from audit.fault_report import missed, records, to_report
 from audit.fault_sampler import sampler_rows
-from audit.fault_trial import component_trial, relation_trial
+from audit.fault_programs import PROGRAMS, run_program
+from audit.fault_trial import component_trial, program_trial, relation_trial
 from audit.render.matrix import matrix_svg, print_matrix
 from audit.report import from_json
 from faults import CATALOGUE, Fault, Faulty
 from faults.sampler import SAMPLER_FAULTS
+from lumotree.backends.loader import load_backend
 from lumotree.backends.torch_backend import TorchBackend
 from lumotree.errors import PathError
 
@@ -200,3 +202,14 @@ def test_tables_fit_80_columns_and_name_what_was_not_caught() -> None:
     assert max(map(len, text.splitlines())) <= 80
     assert "a.gdn, x: Caught" in matrix_svg(rows)
     assert {(c["fault"], c["check"], c["state"]) for c in records(rows)} >= {("a.gdn", "any", "Caught")}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("name", ["torch", "wy"])
+def test_a_right_backend_passes_every_fixed_program(program: str, name: str) -> None:
+    assert run_program(program, load_backend(name), load_backend(name), 3) is None
+
+
+def test_a_fault_that_needs_a_plain_step_between_cycles_is_caught_by_a_program() -> None:
+    trial = program_trial(INNER, CATALOGUE["length_before_plain_step.attention"], "plain_between", 1)
+    assert trial.state == "Caught" and trial.caught == ("attention.plain_between",)
