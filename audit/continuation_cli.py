@@ -49,13 +49,15 @@ def run(args: argparse.Namespace, command: str) -> int:
 
 def _recorded(args: argparse.Namespace, command: str) -> tuple[Any, None]:
     from audit.dump import DumpOptions, judge_dump
+    from audit.suite import check_device
     from lumotree.errors import InputError
     from lumotree.model import load_model
 
-    if args.surface or args.device != "cpu":
-        raise InputError("--dump: --surface and --device belong to live runs; a recording is judged on a CPU")
-    head = load_model(args.checkpoint).draft_head() if args.checkpoint is not None else None
-    return judge_dump(DumpOptions(args.dump, args.backend, head, command=command)), None
+    if args.surface:
+        raise InputError("--dump: --surface belongs to live runs; the backend that recorded is one")
+    check_device(args.device)
+    head = load_model(args.checkpoint, args.device).draft_head() if args.checkpoint is not None else None
+    return judge_dump(DumpOptions(args.dump, args.backend, head, command=command, device=args.device)), None
 
 
 def _live(args: argparse.Namespace, command: str) -> tuple[Any, Any]:

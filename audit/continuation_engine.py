@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -153,9 +153,11 @@ class Engine:
 
     def import_state(self, script: Script, prompt: Snapshot) -> None:
         """Start behind the prompt with another arm's state, and read back what was imported."""
-        tokens = (*script.prompt, script.pending_after(-1))
+        tokens, device = (*script.prompt, script.pending_after(-1)), self.decoder.stack.model.device
+        hidden = prompt.surfaces.hidden
+        surfaces = replace(prompt.surfaces, hidden=None if hidden is None else hidden.to(device))
         self.decoder.restore(
-            SavedRequest(self.decoder.stack.identity, self.request(script), tokens, 1, None, (), prompt.surfaces)
+            SavedRequest(self.decoder.stack.identity, self.request(script), tokens, 1, None, (), surfaces)
         )
         back = to_host(self.decoder.surfaces(script.number))
         self.outcome.readback += [f"{script.name}: {d}" for d in back.differences(prompt.surfaces)]

@@ -125,7 +125,9 @@ def work(task: Task, stack: Stack) -> Done:
             done.refused = str(refusal)
             return done
         if task.record:
-            done.recorded = judge_dump(DumpOptions(task.record, task.backend or "none", stack.head))
+            done.recorded = judge_dump(
+                DumpOptions(task.record, task.backend or "none", stack.head, device=str(stack.model.device))
+            )
         save_trace(outcome.trace, Path(task.trace))
         done.outcome = replace(outcome, trace={})
     return done

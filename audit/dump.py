@@ -38,12 +38,14 @@ GROUPS = {
 class DumpOptions:
     """folder: of recorded cycles. backend: whose one-token step makes the chain; None = the one that the files name,
     "none" = no chain, float64 bounds and moved data alone. head: the model's draft head, None = entries not redone.
-    controls: without them a recording can fail, but not pass."""
+    controls: without them a recording can fail, but not pass. device: where backend and head run: bits are those of a
+    device."""
 
     folder: str
     backend: str | None = None
     head: Any | None = None
     controls: bool = True
+    device: str = "cpu"
     command: str = "lumotree-audit continue --dump"
 
 
@@ -71,7 +73,7 @@ def judge_dump(options: DumpOptions) -> Report:
     started, files = time.perf_counter(), dump_files(options.folder)
     first = read_record(files[0])
     name = options.backend or first.backend or "none"
-    judge, controls = DumpJudge(_backend(name, first), options.head), Controls()
+    judge, controls = DumpJudge(_backend(name, first), options.head, options.device), Controls()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

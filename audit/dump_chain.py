@@ -114,26 +114,29 @@ Chain = dict[int, ChainRow]
 
 
 class LayerChain:
-    """Walks the active rows of one recorded request through a backend's own `native_step`, one layer at a time."""
+    """Walks the active rows of one recorded request through a backend's own `native_step`, one layer at a time.
 
-    def __init__(self, backend: Any, entry: Entry) -> None:
+    device: where the steps run; what they leave is handed back on the CPU.
+    """
+
+    def __init__(self, backend: Any, entry: Entry, device: torch.device | str = "cpu") -> None:
         self.backend, self.entry, self.record = backend, entry, entry.record
+        self.device = torch.device(device)
         deepest = entry.prefix + entry.tree.max_depth
         self.steps = [self._step_batch(p) for p in range(entry.prefix, deepest + 1)]
         self.flat = deepest + 1
 
-    @staticmethod
-    def _step_batch(position: int) -> Batch:
+    def _step_batch(self, position: int) -> Batch:
         """One token at `position`; flat KV slot = position."""
         table = torch.arange(position + 1, dtype=torch.int32)[None]
         tree = Tree.make([-1], slots=[position], prefix_len=position)
-        return build_batch([tree], state_slots=[0], page_table=table, page_size=1)
+        return build_batch([tree], state_slots=[0], page_table=table, page_size=1, device=self.device)
 
     def recurrent(self, layer: int) -> Chain:
         """GDN and convolution of one layer."""
         t, e = self.record.tensors, self.entry
-        gdn = e.gdn(layer) if e.record.has("gdn") else None
-        conv = e.conv(layer) if e.record.has("conv") else None
+        gdn = self._moved(e.gdn(layer)) if e.record.has("gdn") else None
+        conv = self._moved(e.conv(layer)) if e.record.has("conv") else None
         pools = self._pools(1, 1)
         start = torch.empty_like(pools.recurrent[0, 0])
         store_state(start, t["before.recurrent"][layer, e.index], self.record.contract)
@@ -146,16 +149,16 @@ class LayerChain:
             out = self._out(ops)
             self._call(ops, pools, out, row)
             found[row] = ChainRow(
-                pools.recurrent[0, 0].clone(),
-                pools.conv[0, 0].clone(),
-                gdn_out=out.gdn if out.gdn is None else out.gdn[0],
-                conv_out=out.conv if out.conv is None else out.conv[0],
+                pools.recurrent[0, 0].to("cpu", copy=True),
+                pools.conv[0, 0].to("cpu", copy=True),
+                gdn_out=out.gdn if out.gdn is None else out.gdn[0].cpu(),
+                conv_out=out.conv if out.conv is None else out.conv[0].cpu(),
             )
         return found
 
     def attention(self, layer: int, k: Tensor, v: Tensor) -> Chain:
         """Attention of one layer; k, v: committed keys and values bf16 `[prefix, Hkv, dh]`."""
-        e, ops = self.entry, self.entry.attention(layer)
+        e, ops = self.entry, self._moved(self.entry.attention(layer))
         pools = self._pools(1, self.flat)
         pools.cache.k[0, : e.prefix], pools.cache.v[0, : e.prefix] = k, v
         found: Chain = {}
@@ -170,29 +173,31 @@ class LayerChain:
             assert out.attention is not None
             at = int(e.tree.position[row])
             found[row] = ChainRow(
-                k=pools.cache.k[0, at].clone(), v=pools.cache.v[0, at].clone(), attention_out=out.attention[0]
+                k=pools.cache.k[0, at].to("cpu", copy=True),
+                v=pools.cache.v[0, at].to("cpu", copy=True),
+                attention_out=out.attention[0].cpu(),
             )
         return found
+
+    def _moved(self, ops: Any) -> Any:
+        return type(ops)(**{n: x.to(self.device) for n, x in vars(ops).items()})
 
     def _pools(self, slots: int, flat: int) -> Pools:
         d, c = self.record.dims, self.record.contract
         kv = (1, flat, d.kv_heads, d.head_dim)
         return Pools(
-            poison_(torch.empty((1, slots, *d.recurrent_shape(c.layout)), dtype=c.state_dtype)),
-            poison_(torch.empty((1, slots, d.conv_channels, d.conv_width - 1), dtype=torch.bfloat16)),
-            KVCache(*(poison_(torch.empty(kv, dtype=torch.bfloat16)) for _ in range(2))),
+            self._empty((1, slots, *d.recurrent_shape(c.layout)), c.state_dtype),
+            self._empty((1, slots, d.conv_channels, d.conv_width - 1)),
+            KVCache(self._empty(kv), self._empty(kv)),
         )
+
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return poison_(torch.empty(shape, dtype=dtype, device=self.device))
 
     def _out(self, ops: StepOps) -> StepOut:
         d = self.record.dims
         shapes = {"gdn": (1, d.hv, d.dv), "conv": (1, d.conv_channels), "attention": (1, d.q_heads, d.head_dim)}
-        return StepOut(
-            **{
-                s: poison_(torch.empty(shape, dtype=torch.bfloat16))
-                for s, shape in shapes.items()
-                if getattr(ops, s) is not None
-            }
-        )
+        return StepOut(**{s: self._empty(shape) for s, shape in shapes.items() if getattr(ops, s) is not None})
 
     def _call(self, ops: StepOps, pools: Pools, out: StepOut, row: int) -> None:
         batch = self.steps[int(self.entry.tree.depth[row])]

@@ -25,7 +25,7 @@ def entry_count(prefix: int, accepted: int) -> int:
     return max(prefix + accepted - 1, 0) - first_entry(prefix)
 
 
-def drafter_entries(head: Any, entry: Entry, path: Sequence[int]) -> tuple[Tensor, Tensor]:
+def drafter_entries(head: Any, entry: Entry, path: Sequence[int], device: str = "cpu") -> tuple[Tensor, Tensor]:
     """Keys and values bf16 `[entries, Hkv, dh]` that the cycle must have committed.
 
     Entry p is computed from the target's own hidden row at p and the token at p + 1. Raises RecordError when the head
@@ -48,6 +48,6 @@ def drafter_entries(head: Any, entry: Entry, path: Sequence[int]) -> tuple[Tenso
         )
     table = torch.arange(start + count, dtype=torch.int32)[None]
     tree = Tree.make(chain(count).parents, slots=range(start, start + count), prefix_len=start)
-    batch = build_batch([tree], state_slots=[0], page_table=table, page_size=1)
-    head.forward(tokens, hidden, batch, cache)
-    return cache.k[0, start:], cache.v[0, start:]
+    batch = build_batch([tree], state_slots=[0], page_table=table, page_size=1, device=device)
+    head.forward(tokens.to(device), hidden.to(device), batch, cache)
+    return cache.k[0, start:].cpu(), cache.v[0, start:].cpu()

@@ -60,11 +60,11 @@ def judged_dump(check: str, record: CycleRecord) -> bool:
 class DumpJudge:
     """Judges one recording. backend: whose `native_step` makes the chain, None to judge by float64 bounds alone.
 
-    head: the model's draft head, if the drafter's entries are to be recomputed.
+    head: the model's draft head, if the drafter's entries are to be recomputed. device: where both run.
     """
 
-    def __init__(self, backend: Any | None, head: Any | None = None) -> None:
-        self.backend, self.head = backend, head
+    def __init__(self, backend: Any | None, head: Any | None = None, device: str = "cpu") -> None:
+        self.backend, self.head, self.device = backend, head, device
         self.tallies, self.ledger = Tallies(), Ledger()
         self.run, self.previous, self.expected = "", "", 0
         self.case = ""
@@ -72,7 +72,7 @@ class DumpJudge:
 
     def fork(self) -> DumpJudge:
         """A judge that knows what this one knows and has judged nothing yet."""
-        copy = DumpJudge(self.backend, self.head)
+        copy = DumpJudge(self.backend, self.head, self.device)
         copy.ledger.held = dict(self.ledger.held)
         copy.run, copy.previous, copy.expected = self.run, self.previous, self.expected
         return copy
@@ -132,7 +132,7 @@ class DumpJudge:
         self._same("dump.gdn.before", entry, t["before.recurrent"][:, i], held.recurrent)
         self._same("dump.conv.before", entry, t["before.conv"][:, i], held.conv)
         oracle = DumpOracle(entry)
-        chain = LayerChain(self.backend, entry) if self.backend is not None else None
+        chain = LayerChain(self.backend, entry, self.device) if self.backend is not None else None
         steps = chain is not None and (entry.record.has("gdn") or entry.record.has("conv"))
         for layer in range(t["before.recurrent"].shape[0]):
             rows = chain.recurrent(layer) if chain is not None and steps else {}
@@ -240,7 +240,7 @@ class DumpJudge:
                 same = same_hash(stored, held[which])
                 self._verdict("dump.drafter", entry, same, got=f"{name} {when} the cycle", allowed="as committed")
         if self.head is not None and path:
-            for name, want in zip(("k", "v"), drafter_entries(self.head, entry, path), strict=True):
+            for name, want in zip(("k", "v"), drafter_entries(self.head, entry, path, self.device), strict=True):
                 for at, got in enumerate(t[f"drafter.{name}"][new]):
                     row = path[at - (len(want) - len(path))]
                     self._rows("dump.drafter.new", entry, 0, got[None], {0: want[at]}, row)

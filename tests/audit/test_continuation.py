@@ -221,7 +221,7 @@ def test_tokens_that_differ_in_the_long_run_fail(run: continuation.Run, options:
         (["--checkpoint", "/nowhere"], "/nowhere"),
         (["--backend", "nothing"], "backend 'nothing' is unknown"),
         (["--device", "abacus"], "expected a torch device"),
-        (["--dump", "/nowhere", "--device", "cuda"], "a recording is judged on a CPU"),
+        (["--dump", "/nowhere", "--surface", "conv=torch"], "--surface belongs to live runs"),
         (["--dump", "/nowhere"], "expected a folder of recorded cycles"),
     ],
 )
