@@ -102,7 +102,11 @@ def _one(
         tree, live = turns[0].tree, decoder.select(verified)[0]
         best = first_best(verified.forward.logits)
         path = live.path if end == LIVE else tree.path(end)
-        decoder.publish(verified, [Decision(path, best[path[-1]])])
+        pending = best[path[-1]]
+        if course.kind == "control" and pending == int(tree.tokens[0]):
+            # A stale root token would go unseen if the fresh one were the same.
+            pending = int(torch.topk(verified.forward.logits[path[-1]], 2).indices[1])
+        decoder.publish(verified, [Decision(path, pending)])
         cycles.append(Forced(Tree.make(tree.parents, tokens=tree.tokens, active=tree.active), path, live.path[-1]))
     pending = decoder.running[course.number].tokens[-1]
     note(course.name)
