@@ -21,7 +21,8 @@ JSON schema, version 1 (`report.json`; strict JSON, so a float that is not a num
         request .. head are indices or null; got, allowed: number, text or null; reproduce: one shell command
     horizon         object  memory horizon of the inputs, name -> number
     facts           object  what else a suite found, by name, not judged (absent in older reports, then {}). Sampler:
-                            steps, conventions, exact, summed, faults (see `audit.sampler_report`)
+                            steps, conventions, exact, summed, faults (see `audit.sampler_report`); continuation:
+                            cycles, ends, spreads, what each rule lets through, drift (`audit.continuation_report`)
     matrix          [{fault, surface, check, state, first_check, size, probability, interval}] (absent in older reports,
                     then []); see `audit.fault_report`
     diagnosis       object  what `audit.diagnose` found about a failure, {} if it was not asked (absent in older ones)

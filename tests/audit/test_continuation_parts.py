@@ -94,6 +94,19 @@ def test_surfaces_that_a_backend_lacks_are_served_by_our_own(monkeypatch: pytest
         served_by(replace(spec, surfaces=(("kv", "torch"),)), base)
 
 
+def test_the_adapter_of_the_readme_continues_with_our_other_surfaces() -> None:
+    from audit.continuation_native import ARMS, native_trace
+
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    module: dict[str, Any] = {}
+    exec(next(b for b in text.split("```python\n")[1:] if "class MyKernel" in b).split("```")[0], module)
+    parts = Composite({"gdn": module["MyKernel"](), "conv": TorchBackend(), "attention": TorchBackend()})
+    chosen = scripts(ends=((7, 0),))
+    native = native_trace(toy(parts), chosen, ARMS["A"])
+    outcome = play_cold(toy(parts), chosen[0], native)
+    assert all(c.bitwise for c in cells(chosen, outcome.trace, native))
+
+
 def test_drafts_from_a_wrong_hidden_row_are_not_the_harvested_ones() -> None:
     from faults.continuation import ENGINE_FAULTS
 
