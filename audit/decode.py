@@ -88,7 +88,7 @@ def run_decode(options: Options) -> Run:
         found.stats = _stats(found.runs, options)
         if {WIDE, CHAIN} <= set(options.modes):
             found.cost = _cost(options, stack)
-    return Run(_report(options, stack, found, [len(p) for p in prompts], started), tuple(found.runs))
+    return Run(_report(options, stack, found, [len(p) for p in prompts], started, machine.width), tuple(found.runs))
 
 
 def _check_requests(options: Options, stack: Stack, mode: str) -> None:
@@ -196,15 +196,20 @@ def _cost(options: Options, stack: Stack) -> CycleCost:
     return bench_cycles(stack, wide, chain)
 
 
-def _report(options: Options, stack: Stack, found: Found, prompts: Sequence[int], started: float) -> Report:
+def _peak_mib(width: int) -> float:
+    """Resident memory of this process and `width` workers, each counted with the largest one's peak: at most this."""
+    unit = 1024 if sys.platform != "darwin" else 1 << 20
+    own, child = (resource.getrusage(who).ru_maxrss / unit for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return round(own + (width * child if width > 1 else 0), 1)
+
+
+def _report(options: Options, stack: Stack, found: Found, prompts: Sequence[int], started: float, width: int) -> Report:
     checks, controls = (
         checks_of(found),
         [seen.control for seen in found.controls.seen] if found.controls is not None else [],
     )
     coverage = dict.fromkeys(SURFACE_NAMES, "covered")
     verdict, reasons = decide(checks, controls, coverage, doubts=_doubts(found))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if sys.platform != "darwin" else 1 << 20)
-    children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
     return Report(
         verdict=verdict,
         reasons=reasons,
@@ -220,7 +225,7 @@ def _report(options: Options, stack: Stack, found: Found, prompts: Sequence[int]
         seed=options.seed,
         command=options.command,
         wall_s=round(time.perf_counter() - started, 2),
-        peak_mib=round(max(peak, children), 1),
+        peak_mib=_peak_mib(width),
         facts=facts(found, options, stack.identity, prompts),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
     )

@@ -70,7 +70,7 @@ def _oracle(controls: Controls | None) -> list[Check]:
     cells, equal = sum(verdict.cells.values()), sum(verdict.equal.values())
     first = verdict.first()
     note = "" if first is None else f"first in {place(first)}"
-    title = f"oracle's drafts, {controls.ends} accepted ends"
+    title = f"oracle's drafts, {controls.ends} ends"
     return [Check("oracle", title, "all", "bitwise", "pass" if equal == cells else "fail", cells, equal, note=note)]
 
 

@@ -50,7 +50,7 @@ def notes(report: Report) -> list[str]:
     if cost:
         wide, chain = (1e3 * s for s in cost["forward_s"])
         lines.append(
-            f"a {cost['wide']} cycle costs {cost['forward_ratio']:.2f}x a {cost['chain']} cycle in forward time "
+            f"one {cost['wide']} cycle costs {cost['forward_ratio']:.2f}x one {cost['chain']} cycle in forward time "
             f"({wide:.1f} and {chain:.1f} ms, one request), {cost['cycle_ratio']:.2f}x with everything"
         )
     return lines

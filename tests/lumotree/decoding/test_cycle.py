@@ -78,7 +78,7 @@ def test_2000_tokens_of_tree_decoding_are_plain_decoding_bit_by_bit():
     small = {"kinds": ("gdn", "attention"), "seed": 1}
     request = Request(7, PROMPTS[0], 2000)
     (result,) = plain([request], **small)
-    drafter = GuessDrafter(random_shapes(9, 14), VOCAB, future_of([request], [result]), hit=0.95)
+    drafter = GuessDrafter(random_shapes(9, 14), VOCAB, future_of([request], [result]), hit=0.97)
     ended = run([replace(request, drafter=drafter)], Capacity(1, 2010), **small)
     assert len(result.output) == 2000
     assert len(set(result.output)) > 8
@@ -149,7 +149,7 @@ def test_sampling_follows_its_seed_and_nothing_else():
     assert run([replace(request, seed=6)])[request.number][0] != alone
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(data=st.data())
 def test_any_schedule_of_admissions_chunks_and_shapes_gives_the_solo_run(data):
     seed = data.draw(st.integers(0, 5))
