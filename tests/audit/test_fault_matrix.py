@@ -15,9 +15,9 @@ import faults
 from audit import cli, fault_matrix
 from audit.fault_cases import heldout_ladder, ladder
 from audit.fault_matrix import Cases, Plan, Rate, Row, audit_fault, exact_interval, run_matrix
+from audit.fault_programs import PROGRAMS, run_program
 from audit.fault_report import missed, records, to_report
 from audit.fault_sampler import sampler_rows
-from audit.fault_programs import PROGRAMS, run_program
 from audit.fault_trial import component_trial, program_trial, relation_trial
 from audit.render.matrix import matrix_svg, print_matrix
 from audit.report import from_json
