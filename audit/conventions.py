@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from audit.fault_joint import joint_tv
-from audit.fault_source import RecipeSource
+from audit.fault_source import LogitsSource
 from audit.rule_law import RuleLaw, multi_round_law
-from audit.sampler_steps import Recipe
 from faults.sampler_types import Reading
+from lumotree.sampling import SamplingParams
 from lumotree.select_types import Step
 
 
@@ -35,18 +35,18 @@ class Convention:
     applies: bool
 
 
-_PAIRS: tuple[tuple[str, Reading, Callable[[Recipe], bool]], ...] = (
-    ("top-k ties: index / all", Reading(ties="all"), lambda recipe: recipe.params.top_k > 0),
-    ("min-p: honoured / ignored", Reading(min_p="none"), lambda recipe: recipe.params.min_p > 0),
+_PAIRS: tuple[tuple[str, Reading, Callable[[SamplingParams], bool]], ...] = (
+    ("top-k ties: index / all", Reading(ties="all"), lambda params: params.top_k > 0),
+    ("min-p: honoured / ignored", Reading(min_p="none"), lambda params: params.min_p > 0),
     (
         "top-k and top-p: sequential / joint",
         Reading(joint=True),
-        lambda recipe: recipe.params.top_k > 0 and recipe.params.top_p < 1,
+        lambda params: params.top_k > 0 and params.top_p < 1,
     ),
 )
 
 
-def conventions(step: Step, source: RecipeSource, clean: RuleLaw | None = None) -> list[Convention]:
+def conventions(step: Step, source: LogitsSource, clean: RuleLaw | None = None) -> list[Convention]:
     """Return the three pairs on a step; a pair whose parameters are not set has a TV of 0 without being computed.
 
     clean: the step's clean multi-round law, to save computing it. Raises InputError as `rule_law` does.
@@ -54,13 +54,13 @@ def conventions(step: Step, source: RecipeSource, clean: RuleLaw | None = None) 
     clean = multi_round_law(step) if clean is None else clean
     return [
         _compared(name, step, source, reading, clean)
-        if applies(source.recipe)
+        if applies(source.params)
         else Convention(name, 0.0, 0.0, 0, False)
         for name, reading, applies in _PAIRS
     ]
 
 
-def _compared(name: str, step: Step, source: RecipeSource, reading: Reading, clean: RuleLaw) -> Convention:
+def _compared(name: str, step: Step, source: LogitsSource, reading: Reading, clean: RuleLaw) -> Convention:
     other = source.target(reading)
     rows = np.array(step.tree.active_rows)
     gaps = np.array([float((other[row] - step.target[row]).abs().sum()) / 2 for row in rows])

@@ -10,37 +10,47 @@ from torch import Tensor
 
 from audit.sampler_steps import Floats, Ints, Recipe, keep, largest, logits, nucleus, scaled
 from faults.sampler_types import Reading
+from lumotree.sampling import SamplingParams
 from lumotree.select_types import Step
 
+_ALIKE = 1e-12
+"""Largest difference of a probability that is rounding: orders of operations differ by about 1e-16."""
 
-class RecipeSource:
-    """A `StepSource` of `make_step(recipe, vocab)`; holds the logits (8 * 32 * vocab bytes)."""
 
-    def __init__(self, recipe: Recipe, step: Step) -> None:
-        self.recipe, self.step = recipe, step
-        self._logits = logits(recipe, step.target.shape[1])
+class LogitsSource:
+    """A `StepSource` of a step whose rows are `params` applied to logits float64 `[N, V]`.
+
+    Penalties are the presence penalty of tokens on the tree alone.
+    """
+
+    def __init__(self, params: SamplingParams, logits: Floats, step: Step) -> None:
+        self.params, self.step, self._logits = params, step, logits
 
     @property
     def temperature(self) -> float:
-        """The recipe's temperature."""
-        return self.recipe.params.temperature
+        """The step's temperature."""
+        return self.params.temperature
 
     def target(self, reading: Reading) -> Tensor:
         """Target rows float64 `[N, V]` under a reading; the step's own tensor where it reads nothing differently."""
         if not self.differs(reading):
             return self.step.target
         tree = self.step.tree
-        rows = np.zeros_like(self._logits)
-        for row in range(tree.n):
+        own = self.step.target.numpy()
+        rows = own.copy()
+        for row in tree.active_rows:
             values = self._logits[row]
-            if self.recipe.params.presence:
-                values = values - self.recipe.params.presence * self._counts(row, reading)
+            if self.params.presence:
+                values = values - self.params.presence * self._counts(row, reading)
             rows[row] = self._law(values, reading, not tree.active_children(row))
+        # A row that comes out alike is the step's own, also if the step was computed in another order of operations.
+        alike = np.abs(rows - own).max(1) < _ALIKE
+        rows[alike] = own[alike]
         return torch.from_numpy(rows)
 
     def differs(self, reading: Reading) -> bool:
-        """Whether a reading concerns a parameter that the recipe sets; ties or rows may still come out alike."""
-        params = self.recipe.params
+        """Whether a reading concerns a parameter that the step sets; ties or rows may still come out alike."""
+        params = self.params
         return (
             reading.heat != 1
             or (reading.twice and params.temperature != 1)
@@ -71,7 +81,7 @@ class RecipeSource:
         return counts
 
     def _law(self, values: Floats, reading: Reading, leaf: bool) -> Floats:
-        params = self.recipe.params
+        params = self.params
         heat = reading.heat * params.temperature * (params.temperature if reading.twice else 1.0)
         law = self._top(scaled(values, heat), reading)
         if params.min_p and (reading.min_p == "all" or (leaf and reading.min_p == "leaves")):
@@ -80,7 +90,7 @@ class RecipeSource:
 
     def _top(self, law: Floats, reading: Reading) -> Floats:
         filters: list[Callable[[Floats], Ints]] = []
-        params = self.recipe.params
+        params = self.params
         if params.top_k:
             filters.append(lambda row: largest(row, params.top_k, reading.ties))
         if params.top_p < 1:
@@ -93,3 +103,10 @@ class RecipeSource:
         for chosen in filters:
             law = keep(law, chosen(law))
         return law
+
+
+class RecipeSource(LogitsSource):
+    """A `StepSource` of `make_step(recipe, vocab)`; holds the logits (8 * 32 * vocab bytes)."""
+
+    def __init__(self, recipe: Recipe, step: Step) -> None:
+        super().__init__(recipe.params, logits(recipe, step.target.shape[1]), step)

@@ -63,7 +63,8 @@ def uncertainty(step: Step) -> float:
 
 def _captured(capture: Capture, verified: Verified) -> CapturedStep:
     (turn,) = verified.turns
-    logits = verified.forward.logits.cpu()
+    # Rows of padding hold whatever the kernel left there.
+    logits = verified.forward.logits.cpu().masked_fill(~torch.from_numpy(turn.tree.active.copy())[:, None], 0.0)
     tree = Tree.make(turn.tree.parents, tokens=turn.tree.tokens, active=turn.tree.active, vocab=logits.shape[1])
     step = Step(tree, target_rows(logits, tree, capture.params), turn.proposal.laws)
     return CapturedStep(capture, step, logits, turn.tokens[: turn.committed])

@@ -165,7 +165,7 @@ def _tasks(options: Options, loaded: LoadedSampler, cases: Sequence[CapturedCase
 
 
 def _is_fixed(case: CapturedCase) -> bool:
-    return case.recipe is None or not case.recipe.stochastic
+    return not case.redrawn
 
 
 def _first_of_kind(cases: Sequence[CapturedCase]) -> list[CapturedCase]:

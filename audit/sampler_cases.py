@@ -1,4 +1,5 @@
-"""The steps that a sampler is shown: the captured-like ones, chains cut out of them, and small ones that can be summed.
+"""The steps that a sampler is shown: made ones at a full vocabulary, ones captured from the shipped model, chains cut
+out of either, and small ones that can be summed.
 
 A name makes a case, so that a worker process can build it. Small steps are meant for `audit.summed_law`: few rows, a
 vocabulary of 3, rows with ties, zeros and a point mass among them.
@@ -13,11 +14,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from audit.captured_steps import CAPTURES, capture_of, captured
+from audit.fault_source import LogitsSource, RecipeSource
 from audit.law_rows import Rule as ExactRule
 from audit.law_rules import DETERMINISTIC, GREEDY, MULTIROUND, NAIVE, TRAVERSAL
 from audit.sampler_file import load_step
 from audit.sampler_steps import RECIPES, VOCAB, Recipe, make_step
 from lumotree.backends.sampler_loader import Claims
+from lumotree.byte_tokens import VOCAB as CAPTURED_VOCAB
 from lumotree.errors import InputError
 from lumotree.select_types import Step
 from lumotree.tree import Tree
@@ -36,27 +40,44 @@ TWINS = "twins-3"
 
 @dataclass(frozen=True)
 class CapturedCase:
-    """A captured-like step by name. vocab: of its rows; chain: only its path of first children; path: file of a step
-    that somebody captured, "" for one made from a recipe; distinct: no sibling repeats another."""
+    """A step by name: of a recipe or, `captured`, of the shipped model. vocab: of its rows; chain: only its path of
+    first children; path: file of a step that somebody captured, otherwise ""; distinct: no sibling repeats another."""
 
     name: str
     vocab: int = VOCAB
     chain: bool = False
     path: str = ""
     distinct: bool = False
+    captured: bool = False
 
     @property
     def recipe(self) -> Recipe | None:
-        """How the step is made; None if it comes from a file."""
-        if self.path:
+        """How the step is made; None if it was captured."""
+        if self.path or self.captured:
             return None
         recipe = next(recipe for recipe in RECIPES if recipe.name == self.name)
         return replace(recipe, repeats=None) if self.distinct else recipe
 
+    @property
+    def redrawn(self) -> bool:
+        """Whether drafts are drawn anew in each walk; what a file holds is not looked at and counts as fixed."""
+        recipe = self.recipe
+        return capture_of(self.name).stochastic if self.captured else recipe is not None and recipe.stochastic
+
     def whole(self) -> Step:
         """Build the step with its whole tree."""
+        if self.captured:
+            return captured(self.name).step
         recipe = self.recipe
         return load_step(self.path).step if recipe is None else make_step(recipe, self.vocab)
+
+    def source(self, whole: Step) -> LogitsSource | None:
+        """What the rows of the step `whole` were computed from; None for a step in a file, which has laws alone."""
+        if self.captured:
+            stored = captured(self.name)
+            return LogitsSource(stored.capture.params, stored.logits.double().numpy(), whole)
+        recipe = self.recipe
+        return None if recipe is None else RecipeSource(recipe, whole)
 
     def make(self) -> Step:
         """Build the step as it is shown to the sampler."""
@@ -64,7 +85,8 @@ class CapturedCase:
 
 
 def captured_cases(claims: Claims, only: tuple[str, ...] = (), vocab: int = VOCAB) -> list[CapturedCase]:
-    """Return the captured-like steps that a sampler can take, or those of them that are named.
+    """Return the steps that a sampler can take, or those of them that are named: made ones of at most `vocab` tokens
+    and, where that is room enough, the captured ones.
 
     Raises InputError for an unknown name, or one that the sampler cannot take.
     """
@@ -76,6 +98,12 @@ def captured_cases(claims: Claims, only: tuple[str, ...] = (), vocab: int = VOCA
         for r in RECIPES
         if draft_kind(r.stochastic) in kinds
     ]
+    if size >= CAPTURED_VOCAB:
+        cases += [
+            CapturedCase(c.name, CAPTURED_VOCAB, not claims.trees, captured=True)
+            for c in CAPTURES
+            if draft_kind(c.stochastic) in kinds
+        ]
     names = [case.name for case in cases]
     unknown = [name for name in only if name not in names]
     if unknown:

@@ -11,7 +11,6 @@ import torch
 
 from audit.conventions import Convention, conventions
 from audit.evidence import Alternative
-from audit.fault_source import RecipeSource
 from audit.montecarlo import CHUNK, LOOKS, RUN_LEVEL, WALKS, StepResult, run_step, stream_seed
 from audit.rule_law import Floats, RuleLaw, multi_round_law, naive_law
 from audit.sampler_cases import CapturedCase
@@ -106,8 +105,9 @@ def audit_step(task: StepTask) -> StepOutcome:
 def _greedy(task: StepTask, sampler: Guarded, step: Step, start: float) -> StepOutcome:
     walks = min(task.walks, sampler.loaded.claims.walks or GREEDY_WALKS, GREEDY_WALKS)
     found = run_greedy(sampler, step, walks, task.seed)
-    whole, recipe = task.case.whole() if task.case.chain else step, task.case.recipe
-    source = None if recipe is None else CachedSource(RecipeSource(recipe, whole))
+    whole = task.case.whole() if task.case.chain else step
+    read = task.case.source(whole)
+    source = None if read is None else CachedSource(read)
     faults = checked_faults(task.faults) if task.controls else {}
     controls = greedy_controls(task.case.name, whole, source, faults, walks, task.seed)
     return StepOutcome(
@@ -148,8 +148,7 @@ def _prepared_controls(
     """
     whole = task.case.whole() if task.case.chain else step
     clean = law if law is not None and whole is step and loaded.claims.rule == "multi-round" else multi_round_law(whole)
-    recipe = task.case.recipe
-    read = None if recipe is None else RecipeSource(recipe, whole)
+    read = task.case.source(whole)
     readings = () if read is None else tuple(conventions(whole, read, clean))
     source = None if read is None else CachedSource(read)
     if not task.controls:

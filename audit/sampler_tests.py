@@ -85,7 +85,9 @@ class Cells:
 def token_cells(law: Floats, n: int) -> Cells:
     """One cell for each token that expects `MIN_EXPECTED` or more of n draws.
 
-    The rest is pooled in up to 32 blocks of token numbers with about the same mass.
+    The rest is pooled in up to 32 blocks of token numbers with about the same mass. What expects less than that in all
+    joins the rarest token, but is a cell of its own in a row that is otherwise certain: two cells are judged by the
+    exact binomial law, which holds for any count, and one cell by nothing.
     """
     heavy = law * n >= MIN_EXPECTED
     count = int(heavy.sum())
@@ -94,7 +96,7 @@ def token_cells(law: Floats, n: int) -> Cells:
     tail = np.flatnonzero((law > 0) & ~heavy)
     mass = law[tail]
     expected = float(mass.sum() * n)
-    if expected < MIN_EXPECTED and count:  # too little for a cell of its own: it joins the rarest token
+    if expected < MIN_EXPECTED and count > 1:
         cell[tail] = int(np.argmin(law[heavy]))
     elif len(tail):
         blocks = int(np.clip(expected // _TAIL_EXPECTED, 1, _TAIL_BLOCKS))
@@ -107,7 +109,8 @@ def token_cells(law: Floats, n: int) -> Cells:
 def band_cells(law: Floats, n: int) -> Cells:
     """Bands of probability, one for each factor of 2, pooled until each expects `MIN_EXPECTED`.
 
-    Few cells, so much power against changes of temperature or of a tail.
+    Few cells, so much power against changes of temperature or of a tail. At least two where there are two bands, as in
+    `token_cells`.
     """
     seen = np.flatnonzero(law)
     if not len(seen):  # filters left the row nothing but its children: one impossible cell
@@ -115,6 +118,8 @@ def band_cells(law: Floats, n: int) -> Cells:
     exponent = -np.frexp(law[seen])[1]
     band = exponent - exponent.min()
     group = pool_sorted(_sums(band, law[seen], 0) * n, MIN_EXPECTED)
+    if not group.any():
+        group[1:] = 1
     cell = np.full(len(law), -1, np.int64)
     cell[seen] = group[band]
     return _close(cell, law)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,11 @@ import torch
 from audit.captured_steps import CAPTURES, FOLDER, captured
 from audit.record_steps import record, uncertainty, write
 from audit.rule_law import multi_round_law
+from audit.sampler_cases import captured_cases
+from audit.sampler_step import StepTask, audit_step, rare_rows
+from audit.sampler_steps import RECIPES
+from faults.sampler_types import Reading
+from lumotree.backends.sampler_loader import Claims
 from lumotree.backends.torch_backend import TorchBackend
 from lumotree.byte_tokens import VOCAB
 from lumotree.cycle import Decoder
@@ -21,6 +27,7 @@ from lumotree.errors import InputError
 from lumotree.requests import Request
 from lumotree.sampling import target_rows
 from lumotree.select_prepare import check_tokens, prepare
+from lumotree.select_types import Step
 from lumotree.shipped import shipped_model
 from lumotree.slots import Capacity
 from lumotree.tree import Tree
@@ -129,3 +136,63 @@ def test_unknown_and_damaged_steps_are_refused(tmp_path: Path) -> None:
     (tmp_path / f"{name}.context.npz").write_bytes(b"PK nothing")
     with pytest.raises(InputError, match=r"context\.npz: expected logits and history, found: .*reinstall"):
         captured(name, tmp_path)
+
+
+# In the sampler suite
+
+
+def test_captured_steps_are_among_the_defaults_where_their_vocabulary_fits() -> None:
+    made = [recipe.name for recipe in RECIPES]
+    assert [case.name for case in captured_cases(Claims())] == [*made, *NAMES]
+    assert [case.name for case in captured_cases(Claims(), vocab=64)] == made
+    fixed = [case.name for case in captured_cases(Claims(rule="greedy")) if case.captured]
+    assert fixed == [capture.name for capture in CAPTURES if not capture.stochastic]
+    assert [case.name for case in captured_cases(Claims(), ("code-sampled",))] == ["code-sampled"]
+
+
+def test_a_case_knows_step_logits_and_kind_of_draft() -> None:
+    for name in ("code-top-fixed", "code-top-sampled"):
+        (case,) = captured_cases(Claims(), (name,))
+        step = case.make()
+        assert case.recipe is None and case.redrawn == captured(name).capture.stochastic
+        source = case.source(step)
+        assert source is not None and source.temperature == captured(name).capture.params.temperature
+        assert source.target(Reading()) is step.target
+        # What was not changed is the step's own, bit for bit, although it was computed in another order.
+        again = source.target(Reading(heat=1 + 1e-15))
+        assert torch.equal(again, step.target)
+        twice = source.target(Reading(twice=True))
+        hot = replace(captured(name).capture.params, temperature=source.temperature**2)
+        expected = target_rows(captured(name).logits, step.tree, hot)
+        rows = list(step.tree.active_rows)
+        torch.testing.assert_close(twice[rows], expected[rows], rtol=1e-9, atol=1e-12)
+
+
+def test_a_chain_is_cut_out_of_a_captured_step() -> None:
+    (case,) = captured_cases(Claims(trees=False), ("code-fixed",))
+    chain, whole = case.make(), case.whole()
+    assert chain.tree.n == whole.tree.max_depth + 1 and chain.tree.tokens[1] == whole.tree.tokens[1]
+
+
+@pytest.mark.parametrize("name", ["code-top-fixed", "code-top-sampled"])
+def test_faults_of_reading_are_seen_in_a_captured_step(name: str) -> None:
+    (case,) = captured_cases(Claims(), (name,))
+    outcome = audit_step(
+        StepTask(
+            "multi-round", case, walks=8_000, chunk=4_000, min_visits=80, faults=("temperature_twice", "accept_zero")
+        )
+    )
+    assert outcome.result is not None and not outcome.result.rejected and not outcome.result.violations
+    assert {c.fault: c.detected for c in outcome.controls} == {"temperature_twice": True, "accept_zero": True}
+    assert set(outcome.result.untested_rows) <= {*outcome.rare, *outcome.certain}
+
+
+def test_rows_at_the_edge_of_being_rare_are_called_rare() -> None:
+    """A row that expects 2,050 of 200,000 visits has less than 2,000 in every seventh run."""
+    half = torch.full((3, 2), 0.5, dtype=torch.float64)
+    for reach, rare in ((0.0105, (1, 2)), (0.0115, (2,))):
+        target = half.clone()
+        target[0] = torch.tensor([reach, 1 - reach])
+        step = Step(Tree.make([-1, 0, 1], tokens=[0, 0, 0], vocab=2), target)
+        case = captured_cases(Claims(), ("code-fixed",))[0]
+        assert rare_rows("multi-round", step, multi_round_law(step), StepTask("multi-round", case)) == rare

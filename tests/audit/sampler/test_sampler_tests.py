@@ -9,6 +9,7 @@ import pytest
 import torch
 from scipy import stats
 
+from audit.gtest import g_test
 from audit.power import rejection_power
 from audit.rule_law import draft_marginals, multi_round_law, naive_law
 from audit.sampler_tests import TestResult, adjusted, band_cells, battery, token_cells
@@ -93,6 +94,16 @@ def test_a_row_that_never_stops_has_one_impossible_cell() -> None:
     """Filters can leave a row no token but its children's; a walk that stops there all the same must show."""
     for cells in (band_cells(np.zeros(5), N), token_cells(np.zeros(5), N)):
         assert cells.law.tolist() == [0.0] and cells.count(np.array([0, 3, 0, 0, 1])).tolist() == [4.0]
+
+
+def test_a_row_that_is_all_but_certain_is_tested_by_the_binomial_law() -> None:
+    """What expects a fifth of a count in all has a cell of its own, without which wrong tokens would go unseen."""
+    law = np.concatenate([[1 - 1e-5], np.full(20, 5e-7)])
+    for cells in (token_cells(law, N), band_cells(law, N)):
+        assert len(cells.law) == 3 and cells.law[1] == pytest.approx(1e-5)
+        clean, wrong = (g_test([N - k, k], cells.law[:2]) for k in (0, 12))
+        assert clean is not None and clean.p_value > 0.5
+        assert wrong is not None and wrong.p_value < 1e-9
 
 
 def test_outcome_last_and_joint_see_another_rule_that_node_cannot_see(lab):
