@@ -23,14 +23,12 @@ DRAFTERS = ("mtp5", "hydra27", "budget", "suffix", "mtp5-sampled", "hydra27-samp
 @dataclass(frozen=True)
 class Progress:
     """One drafter at one temperature. lengths: accepted rows of each decoding cycle, root included, which is also the
-    number of tokens it emitted; requests: mean of each request; seconds: of proposing and of verifying, a cycle."""
+    number of tokens it emitted; requests: mean of each request."""
 
     drafter: str
     temperature: float
     lengths: tuple[int, ...]
     requests: tuple[float, ...]
-    propose: float
-    verify: float
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for a report; the histogram's place k counts cycles that emitted k tokens."""
@@ -46,8 +44,6 @@ class Progress:
             },
             "cycles": len(lengths),
             "histogram": np.bincount(lengths).tolist(),
-            "propose_ms": round(1000 * self.propose, 1),
-            "verify_ms": round(1000 * self.verify, 1),
         }
 
 
@@ -74,14 +70,8 @@ def _run(stack: Stack, texts: Sequence[tuple[int, ...]], tokens: int, temperatur
     params, chosen = SamplingParams(temperature=temperature), drafter(name)
     for number, text in enumerate(texts):
         decoder.admit(Request(number, text, tokens, params, chosen, eos=END, seed=1))
-    spent = []
     while any(state.finished is None for state in decoder.running.values()):
-        cycle = decoder.cycle()
-        if not any(record.fed for record in cycle.records):
-            spent.append((cycle.seconds.propose, cycle.seconds.verify))
+        decoder.cycle()
     paths = [state.paths for state in decoder.running.values() if state.paths]
-    propose, verify = np.array(spent).mean(0).tolist() if spent else (0.0, 0.0)
-    return Progress(
-        name, temperature, tuple(length for path in paths for length in path),
-        tuple(sum(path) / len(path) for path in paths), propose, verify,
-    )  # fmt: skip
+    lengths = tuple(length for path in paths for length in path)
+    return Progress(name, temperature, lengths, tuple(sum(path) / len(path) for path in paths))

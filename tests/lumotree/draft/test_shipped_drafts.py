@@ -15,6 +15,7 @@ from lumotree.requests import Request
 from lumotree.sampling import SamplingParams
 from lumotree.shipped import shipped_model
 from lumotree.slots import Capacity
+from lumotree.training.accepted import accepted_lengths
 
 TOKENS = 20
 
@@ -45,6 +46,15 @@ def test_trained_drafts_are_accepted_and_change_nothing(stack: Stack, name: str,
     output, paths = decode(stack, name, 0.0)
     assert output == plain and set(ones) == {1}
     assert sum(paths) / len(paths) >= least
+
+
+def test_accepted_lengths_add_up_to_what_was_emitted(stack: Stack) -> None:
+    (one,) = accepted_lengths(stack, 1, 9, (0.0,), ("mtp5",), lambda line: None)
+    found = one.as_dict()
+    # Two requests; the first token of each comes from its prompt.
+    assert sum(one.lengths) == 2 * 8 and len(one.requests) == 2
+    assert sum(k * count for k, count in enumerate(found["histogram"])) == 16
+    assert found["tokens_per_cycle"] == pytest.approx(16 / found["cycles"], abs=1e-3) and len(one.lengths) < 16
 
 
 @pytest.mark.parametrize("name", ["hydra27", "mtp5-sampled", "hydra27-sampled"])
