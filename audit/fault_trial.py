@@ -103,6 +103,8 @@ def program_trial(backend: Any, fault: Fault, program: str, seed: int, size: flo
         wrong = run_program(program, faulty, reference, seed)
     except InputError as refusal:
         return Trial(fault.id, f"program/{seed}", "Crashed", changed=tuple(faulty.changed), note=str(refusal))
+    if wrong is not None and wrong.surface == "refused":
+        return Trial(fault.id, f"program/{seed}", "Crashed", changed=tuple(faulty.changed), note=str(wrong))
     return _trial(fault, f"program/{seed}", faulty, (check,) if wrong else (), (check,))
 
 
