@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from audit import __version__, clean_cli, continuation_cli, decode_cli, diagnose_cli, faults_cli, fuzz_cli
+from audit import __version__, clean_cli, continuation_cli, decode_cli, diagnose_cli, faults_cli, fuzz_cli, others_cli
 
 if TYPE_CHECKING:
     from audit.sampler import Options as SamplerOptions
@@ -50,6 +50,7 @@ def parser() -> argparse.ArgumentParser:
     fuzz_cli.register(commands)
     clean_cli.register(commands)
     diagnose_cli.register(commands)
+    others_cli.register(commands)
     bench = commands.add_parser("bench", help="seconds and rows a second: reference, bank, path-parallel")
     bench.add_argument("--shape", default="27B", help="main shape: 27B, tiny or micro")
     bench.add_argument("--device", default="cpu", help="torch device")
