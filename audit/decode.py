@@ -132,15 +132,11 @@ def _sort(found: Found, results: Sequence[tuple[Task, object]]) -> None:
     for other in turned:
         one = next(r for r in found.runs if (r.mode, r.law, r.run) == (other.mode, other.law, 0))
         if not one.stopped:
-            found.other_batch.append((other.name, _cells(other), same_runs(one, other)))
+            found.other_batch.append(same_runs(one, other))
     for run in found.runs:
         if run.run and run.law == "greedy":
             one = next(r for r in found.runs if (r.mode, r.law, r.run) == (run.mode, run.law, 0))
-            found.repeated.append((run.name, _cells(run), same_runs(one, run)))
-
-
-def _cells(run: ModeRun) -> int:
-    return sum(len(output) for output in run.outputs.values()) + sum(len(mark.digests) for mark in run.marks)
+            found.repeated.append(same_runs(one, run))
 
 
 def _judge_greedy(found: Found, truth: Truth) -> Verdict:

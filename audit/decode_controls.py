@@ -117,4 +117,4 @@ def _batch_fault(stack: Stack, requests: Sequence[Request], fault: DecodingFault
         run_mode(stack, order, capacity, ("control", "sampled", 0), every=False, make=fault.make)
         for order in (sampled, sampled[::-1])
     )
-    return next((d for d in same_runs(one, other) if d.what == "tokens"), None)
+    return next((d for d in same_runs(one, other).departures if d.what == "tokens"), None)

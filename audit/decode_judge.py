@@ -99,14 +99,14 @@ def lengths_asked(runs: Iterable[ModeRun]) -> dict[int, set[int]]:
     return asked
 
 
-def same_runs(one: ModeRun, other: ModeRun) -> list[Departure]:
-    """Where two runs of the same requests differ, in tokens or in any surface at the same length."""
+def same_runs(one: ModeRun, other: ModeRun) -> Verdict:
+    """Where `other` differs from `one`, in the tokens of its requests or in any surface at a length that both had."""
     truth = Truth(one.outputs, _by_length(one.marks))
     verdict = Verdict.empty()
     judge_tokens(verdict, other, truth)
     shared = [m for m in other.marks if m.committed in truth.digests.get(m.number, {})]
     judge_surfaces(verdict, replace(other, marks=tuple(shared)), truth)
-    return verdict.departures
+    return verdict
 
 
 def _by_length(marks: Iterable[Mark]) -> dict[int, dict[int, Digests]]:

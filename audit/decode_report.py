@@ -24,8 +24,8 @@ class Found:
     plain: Truth | None = None
     runs: list[ModeRun] = field(default_factory=list)
     verdicts: dict[str, Verdict] = field(default_factory=dict)
-    other_batch: list[tuple[str, int, list[Departure]]] = field(default_factory=list)
-    repeated: list[tuple[str, int, list[Departure]]] = field(default_factory=list)
+    other_batch: list[Verdict] = field(default_factory=list)
+    repeated: list[Verdict] = field(default_factory=list)
     controls: Controls | None = None
     stats: list[ModeStats] = field(default_factory=list)
     cost: CycleCost | None = None
@@ -41,8 +41,8 @@ def checks_of(found: Found) -> list[Check]:
             if check is not None:
                 checks.append(check)
     checks += _oracle(found.controls)
-    checks += _same("another_batch", "same in another batch", found.other_batch)
-    checks += _same("repeat", "greedy again, same bits", found.repeated)
+    checks += _pooled("another_batch", "same in another batch", found.other_batch)
+    checks += _pooled("repeat", "greedy again, same bits", found.repeated)
     broken = [*found.broken, *((run.name, run.stopped) for run in found.runs if run.stopped)]
     if broken:
         cells = max(1, len(found.runs))
@@ -63,27 +63,20 @@ def _check(law: str, what: str, verdict: Verdict) -> Check | None:
 
 
 def _oracle(controls: Controls | None) -> list[Check]:
-    """The right decoder under the oracle's drafts, tokens and all surfaces in one."""
+    """The right decoder under the oracle's drafts."""
     if controls is None:
         return []
-    verdict = controls.oracle
-    cells, equal = sum(verdict.cells.values()), sum(verdict.equal.values())
-    first = verdict.first()
+    return _pooled("oracle", f"oracle's drafts, {controls.ends} ends", [controls.oracle])
+
+
+def _pooled(name: str, title: str, verdicts: Sequence[Verdict]) -> list[Check]:
+    """One check over several comparisons, tokens and all surfaces in one; none without any."""
+    cells, equal = (sum(sum(counts.values()) for counts in (getattr(v, part) for v in verdicts))
+                    for part in ("cells", "equal"))  # fmt: skip
+    first = next((v.first() for v in verdicts if v.departures), None)
     note = "" if first is None else f"first in {place(first)}"
-    title = f"oracle's drafts, {controls.ends} ends"
-    return [Check("oracle", title, "all", "bitwise", "pass" if equal == cells else "fail", cells, equal, note=note)]
-
-
-def _same(name: str, title: str, pairs: Sequence[tuple[str, int, list[Departure]]]) -> list[Check]:
-    """One check over pairs of runs (name, cells compared, where they differ)."""
-    if not pairs:
-        return []
-    cells, departures = sum(c for _, c, _ in pairs), [d for _, _, found in pairs for d in found]
-    note = "" if not departures else f"first in {place(departures[0])}"
-    return [
-        Check(name, title, "all", "bitwise", "fail" if departures else "pass", cells,
-              cells - len(departures), note=note)
-    ]  # fmt: skip
+    status = "pass" if equal == cells else "fail"
+    return [Check(name, title, "all", "bitwise", status, cells, equal, note=note)] if cells else []
 
 
 def place(departure: Departure) -> str:
@@ -98,8 +91,8 @@ def findings_of(found: Found, options: Options) -> list[Finding]:
     """The earliest departures of every check, each with the command that shows its mode alone."""
     findings = []
     groups: list[tuple[str, Iterable[Departure]]] = [(f"{law}", v.departures) for law, v in found.verdicts.items()]
-    groups += [(name, [d for _, _, ds in pairs for d in ds]) for name, pairs in
-               (("another_batch", found.other_batch), ("repeat", found.repeated))]  # fmt: skip
+    groups += [("another_batch", [d for v in found.other_batch for d in v.departures])]
+    groups += [("repeat", [d for v in found.repeated for d in v.departures])]
     if found.controls is not None:
         groups.append(("oracle", found.controls.oracle.departures))
     for name, departures in groups:

@@ -22,7 +22,8 @@ JSON schema, version 1 (`report.json`; strict JSON, so a float that is not a num
     horizon         object  memory horizon of the inputs, name -> number
     facts           object  what else a suite found, by name, not judged (absent in older reports, then {}). Sampler:
                             steps, conventions, exact, summed, faults (see `audit.sampler_report`); continuation:
-                            cycles, ends, spreads, what each rule lets through, drift (`audit.continuation_report`)
+                            cycles, ends, spreads, what each rule lets through, drift (`audit.continuation_report`);
+                            decode: modes, costs of a cycle, where controls were seen (`audit.decode_report`)
     matrix          [{fault, surface, check, state, first_check, size, probability, interval}] (absent in older reports,
                     then []); see `audit.fault_report`
     diagnosis       object  what `audit.diagnose` found about a failure, {} if it was not asked (absent in older ones)

@@ -341,9 +341,12 @@ def test_a_surface_that_only_plain_decoding_has_is_a_departure():
 
 
 def test_runs_that_differ_are_told_apart():
-    assert same_runs(RUN, RUN) == []
-    assert [d.what for d in same_runs(RUN, replace(RUN, marks=marks(b"a", b"x")))] == ["R"]
-    assert [d.what for d in same_runs(RUN, replace(RUN, outputs={0: (4, 5, 5)}))] == ["tokens"]
+    same = same_runs(RUN, RUN)
+    assert (same.departures, sum(same.cells.values())) == ([], 5)
+    assert [d.what for d in same_runs(RUN, replace(RUN, marks=marks(b"a", b"x"))).departures] == ["R"]
+    assert [d.what for d in same_runs(RUN, replace(RUN, outputs={0: (4, 5, 5)})).departures] == ["tokens"]
+    later = same_runs(RUN, replace(RUN, marks=(replace(RUN.marks[0], committed=99),)))
+    assert (later.departures, later.cells["R"]) == ([], 0)  # a length that only one of them had tells nothing
 
 
 def test_a_fault_counts_only_where_it_strikes_first():
