@@ -258,7 +258,7 @@ def _finished(options: Options, loaded: LoadedSampler, found: _Found, started: f
         suite="sampler",
         backend=options.sampler,
         contract={**asdict(loaded.claims), "drafts": list(loaded.claims.drafts), "coins": loaded.coins},
-        environment={**environment(), "gpu": None},
+        environment=_environment(loaded),
         envelope=None,
         coverage={"sampler": "covered"},
         checks=tuple(checks),
@@ -274,6 +274,12 @@ def _finished(options: Options, loaded: LoadedSampler, found: _Found, started: f
     )
     records = render.frame_records(found.steps, controls)
     return Run(report, cells_frame(records) if records else None, found.steps)
+
+
+def _environment(loaded: LoadedSampler) -> dict[str, Any]:
+    """As `environment`; a GPU is named only if the sampler runs on it."""
+    found = environment()
+    return found if getattr(loaded.sampler, "device", "cpu") != "cpu" else {**found, "gpu": None}
 
 
 def _checks(options: Options, loaded: LoadedSampler, found: _Found, exact: Sequence[ExactResult]) -> list[Check]:
@@ -322,6 +328,9 @@ def _warnings(
     if rare:
         rows = ", ".join(f"{count} in {name}" for name, count in rare.items())
         yield f"rows that this rule visits in less than 1% of the walks are not tested: {rows}"
+    small = min((o.case.vocab for o in outcomes if not o.case.path), default=VOCAB)
+    if loaded.claims.vocab and small < VOCAB:
+        yield f"the sampler takes a vocabulary of {small} at most: nothing was seen of a larger one"
     if any(o.result is None and o.greedy is None for o in outcomes):
         yield f"{loaded.claims.walks} walks are too few for statistics: the summed law and pairs of walks judge it"
 

@@ -158,13 +158,17 @@ def chain_of(step: Step) -> Step:
 def small_step(tree: str, sampled: bool) -> Step:
     """Return a small step by the name of its tree, with fixed or redrawn drafts.
 
-    Row 0 holds a tie and a zero, row 1 is generic, later ones alternate; siblings differ, save in TWINS.
+    Row 0 holds a tie where drafts are fixed, row 1 a zero in front, the last one a zero behind. Siblings differ, save
+    in TWINS.
     """
     parents = SMALL_TREES[tree]
     rng = np.random.default_rng([len(tree), len(parents), int(sampled)])
     rows = rng.dirichlet(np.ones(SMALL_VOCAB), len(parents))
     if not sampled:
         rows[0] = (0.375, 0.375, 0.25)
+    if len(rows) > 2:
+        rows[1, 0] = 0.0  # a coin of 0 must not draw it
+        rows[1] /= rows[1].sum()
     rows[-1] = (0.5, 0.5, 0.0)
     laws = rng.dirichlet(np.ones(SMALL_VOCAB), len(parents)) if sampled else None
     tokens = [0, 1, 1] if tree == TWINS else _small_tokens(parents)

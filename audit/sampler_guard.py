@@ -40,7 +40,10 @@ class Guarded:
         self._compare("accept coins", own.accept, coins.accept)
         self._compare("residual coins", own.residual, coins.residual)
         self._compare_step(step)
-        return self._checked("select", walks, step, len(coins.accept))
+        checked = self._checked("select", walks, step, len(coins.accept))
+        rows = list(step.tree.active_rows[1:])
+        self._compare("drafted tokens, as returned", checked.tokens.expand_as(tokens)[:, rows], tokens[:, rows])
+        return checked
 
     def walk(self, step: Step, walks: int, seed: int) -> Walks:
         """As `ClosedSampler.walk`. Raises as `select` does."""

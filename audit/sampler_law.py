@@ -83,7 +83,8 @@ def _fraction(text: str) -> float:
 @dataclass(frozen=True)
 class SummedResult:
     """Summed law of one sampler on one small step. least: TV that is certain, bound: TV that cannot be exceeded (see
-    `audit.summed_law`); resolution: widest side of a cell of coins; odd: an unexpected breakpoint in words."""
+    `audit.summed_law`); resolution: widest side of a cell of coins; odd: an unexpected breakpoint in words; never: an
+    answer that no right sampler gives, in words."""
 
     sampler: str
     step: str
@@ -95,11 +96,12 @@ class SummedResult:
     walks: int
     odd: str
     changed: tuple[str, ...] = ()
+    never: str = ""
 
     @property
     def verdict(self) -> str:
         """ "fail" if the law is off for certain, "pass" if it cannot be, else "inconclusive"."""
-        if self.least > TOLERANCE or self.changed:
+        if self.least > TOLERANCE or self.changed or self.never:
             return "fail"
         return "pass" if self.bound <= TOLERANCE else "inconclusive"
 
@@ -132,7 +134,7 @@ def _summed(spec: str, sampler: Guarded, claims: Claims, case: tuple[str, bool],
     least = max(0.0, found.tv - found.unresolved - found.edges)
     return SummedResult(
         spec, name, least, found.bound, found.unresolved, found.resolution, found.cells, found.walks, found.odd,
-        tuple(sampler.changed),
+        tuple(sampler.changed), found.never,
     )  # fmt: skip
 
 

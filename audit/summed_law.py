@@ -61,8 +61,9 @@ class SummedLaw:
     law, exact: joint law of (emitted tokens, accepted length, row refused at), over the drafts; row N or token V in an
     outcome of `law` stands for anything outside the tree or the vocabulary. tv: total variation of (drafts, outcome).
     unresolved: volume of the cells that are not constant. edges: volume next to cell ends that was not looked at.
-    resolution: widest cell side. cells, walks: evaluations. odd: the first place, in
-    words, where the answer changes though the rule has no breakpoint there, or "".
+    resolution: widest cell side. cells, walks: evaluations. odd: the first place, in words, where the answer changes
+    though the rule has no breakpoint there, or "". never: an answer, at whatever coin, with a token that the target
+    gives nothing, in words, or "": no volume excuses it.
     """
 
     law: dict[Outcome, float]
@@ -74,6 +75,7 @@ class SummedLaw:
     cells: int
     walks: int
     odd: str
+    never: str = ""
 
     @property
     def bound(self) -> float:
@@ -109,6 +111,7 @@ def summed_law(sampler: CoinSampler, step: Step, rule: Rule, budget: int = DEFAU
         sum(part.cells for _, part in parts),
         sum(part.walks for _, part in parts),
         next((part.odd for _, part in parts if part.odd), ""),
+        next((part.never for _, part in parts if part.never), ""),
     )
 
 
@@ -246,6 +249,7 @@ def _sum_draft(sampler: CoinSampler, step: Step, rule: Rule, given: Given, budge
         cells=len(answers),
         walks=ask.walks,
         odd=odd,
+        never=ask.never,
     )
 
 
@@ -272,6 +276,8 @@ class _Asker:
         self.rows, self.vocab = given.target.shape
         self.size = (self.rows + 1) * (self.vocab + 1) * 2
         self.walks = 0
+        self.never = ""
+        self._possible = _possible(step, given).ravel()
 
     def __call__(self, points: Floats) -> Codes:
         self.walks += len(points)
@@ -279,8 +285,24 @@ class _Asker:
         coins = Coins(accept.contiguous(), residual.contiguous())
         walks = self._sampler.select(self._step, self._tokens, coins)
         last, bonus = _bounded(walks.last, self.rows), _bounded(walks.bonus, self.vocab)
-        codes: Codes = (last * (self.vocab + 1) + bonus) * 2 + walks.refused.cpu().numpy().astype(np.int64)
+        place = last * (self.vocab + 1) + bonus
+        if not self.never and not self._possible[place].all():
+            first = int(np.argmin(self._possible[place]))
+            at = [float(value) for value in points[first]]
+            self.never = f"token {bonus[first]} after row {last[first]} has probability zero, at coins {at}"
+        codes: Codes = place * 2 + walks.refused.cpu().numpy().astype(np.int64)
         return codes
+
+
+def _possible(step: Step, given: Given) -> NDArray[np.bool_]:
+    """`[N + 1, V + 1]`: rows whose path the target can take, and tokens that it can emit there."""
+    rows, vocab = given.target.shape
+    positive = np.zeros((rows + 1, vocab + 1), np.bool_)
+    positive[:rows, :vocab] = step.target.cpu().numpy() > 0
+    for row, parent in enumerate(step.tree.parents.tolist()[1:], 1):
+        token = given.tokens[row]
+        positive[row] &= bool(positive[parent].any()) and token is not None and bool(positive[parent, token])
+    return positive
 
 
 def _bounded(values: torch.Tensor, end: int) -> Codes:

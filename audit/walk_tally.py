@@ -94,6 +94,7 @@ class WalkTally:
         self.walks += len(last)
         if self._impossible(last, bonus, tokens):
             return
+        self._check_refused(last, bonus, refused)
         self._count_tokens(last, bonus, refused, tokens)
         self._count_pairs(last, self._quarter[last, bonus])
         if self.siblings:
@@ -130,6 +131,16 @@ class WalkTally:
             first, row = np.argwhere(foreign)[0].tolist()
             self._note("draft outside the vocabulary", row, int(tokens[first, row]), int(foreign.sum()))
         return bool(lost.any() or outside.any() or foreign.any())
+
+    def _check_refused(self, last: Ints, bonus: Ints, refused: NDArray[np.bool_]) -> None:
+        """A walk that ends at a row has refused all of its children, if there are any: a flag that says otherwise would
+        take walks away from the tests given a refusal."""
+        inner = np.array([bool(self.step.tree.active_children(row)) for row in range(self.step.tree.n)])
+        wrong = refused != inner[last]
+        if wrong.any():
+            first = int(np.argmax(wrong))
+            what = "refused is true at a row without children" if refused[first] else "refused is false below refusals"
+            self._note(what, int(last[first]), int(bonus[first]), int(wrong.sum()))
 
     def _check_fixed(self, tokens: Ints) -> None:
         for row in self.step.tree.active_rows[1:]:
