@@ -146,7 +146,7 @@ def _tests(step: Step, law: RuleLaw, ends: Ints, counts: Sequence[int]) -> list[
     inner = torch.tensor([bool(step.tree.active_children(row)) for row in range(step.tree.n)])
     tally = WalkTally(step)
     tally.add(Walks(last, bonus, inner[last], torch.from_numpy(step.tree.tokens.copy())[None]))
-    for table in (tally.lag_last, tally.lag_bonus, tally.lag_mixed):
+    for table in (tally.lag_last, tally.lag_bonus, tally.lag_mixed, tally.far):
         table[:] = 0  # each walk was a stream of its own
     return battery(tally, law, LEVELS[0], _least_visits(sum(counts)))
 

@@ -4,7 +4,8 @@
     outcome              which child is taken with which token, or which bonus, given the visit; needs the rule's law
     refused              the bonus at a row, given that a child was refused there; needs the rule's law
     last, joint          where walks end; the same with the bonus in bands of probability; needs the rule's law
-    lag *, stream *      consecutive walks, and walks of one index in two streams (requests), are independent
+    lag *, stream *      walks next to each other, 2, 32 and half a stream apart, and walks of one index in two streams
+                         (requests), are independent
     within               the token that led to a row, and the emission there, are independent (redrawn drafts)
     drafts               first drafts of neighbouring parents are independent (redrawn drafts)
     first, second, third the drafts follow the declared law: first child, first two together, third
@@ -30,7 +31,7 @@ from numpy.typing import ArrayLike
 from audit.gtest import MIN_EXPECTED, Outcome, g_test, independence_test, pool_sorted
 from audit.power import detectable_tv
 from audit.rule_law import Floats, Ints, RuleLaw, draft_marginals
-from audit.walk_tally import Sibling, WalkTally
+from audit.walk_tally import FAR, Sibling, WalkTally
 
 MIN_VISITS = 2_000
 """Rows seen less often are not tested (published audit, contract section 6)."""
@@ -276,6 +277,7 @@ def _independence_tests(tally: WalkTally, min_visits: int) -> Iterator[_Found]:
         "stream last": tally.stream_last,
         "stream bonus": tally.stream_bonus,
     }
+    whole |= {f"lag {apart or 'half'} last": table for apart, table in zip(FAR, tally.far, strict=True)}
     for name, table in whole.items():
         yield _independent(name, None, table, min_visits)
     if tally.siblings:

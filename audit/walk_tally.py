@@ -17,6 +17,8 @@ from lumotree.errors import InputError
 from lumotree.select_types import Step, Walks
 
 CLASSES = 4
+FAR = (2, 32, 0)
+"""Distances beyond the next walk: pairs of pairs, the lanes of a warp, and the two halves of a call."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,8 @@ class WalkTally:
     """Counts over all walks so far. Arrays [N, V] are int32: 4 bytes per row and token each, touched where counted.
 
     accepted[c]: tokens of row c where it was accepted; bonus[r], refused[r]: bonus tokens of walks that ended at r, all
-    and those with a refused child. Tables: lag_* of consecutive walks, stream_* of walks with one index in two streams,
+    and those with a refused child. Tables: lag_* of consecutive walks, far[k] of walks FAR[k] apart in one stream (0 =
+    half of the stream), stream_* of walks with one index in two streams,
     within[c] of the token of row c and the emission at row c, drafts[i] of the first children of parents i and i + 1.
     """
 
@@ -67,6 +70,7 @@ class WalkTally:
         self.bonus = np.zeros((n, vocab), np.int32)
         self.refused = np.zeros((n, vocab), np.int32)
         self.lag_last, self.stream_last = np.zeros((2, n, n), np.int64)
+        self.far = np.zeros((len(FAR), n, n), np.int64)
         self.lag_bonus, self.stream_bonus = np.zeros((2, CLASSES, CLASSES), np.int64)
         self.lag_mixed = np.zeros((CLASSES, n), np.int64)
         self.within = np.zeros((n, CLASSES, CLASSES), np.int64)
@@ -165,6 +169,9 @@ class WalkTally:
         _cross(self.lag_last, last[:-1], last[1:])
         _cross(self.lag_bonus, quarter[:-1], quarter[1:])
         _cross(self.lag_mixed, quarter[:-1], last[1:])
+        for table, distance in zip(self.far, FAR, strict=True):
+            apart = distance or max(1, len(last) // 2)
+            _cross(table, last[:-apart], last[apart:])
         if self._waiting is None:
             self._waiting = (last, quarter)
             return

@@ -156,6 +156,26 @@ def test_lag_sees_coins_that_are_not_advanced(lab):
     assert rejects(results["lag-bonus"], share)
 
 
+@pytest.mark.parametrize(("apart", "name"), [(2, "lag-2-last"), (32, "lag-32-last"), (N // 4, "lag-half-last")])
+def test_walks_further_apart_that_share_coins_are_seen(lab, apart, name):
+    """One walk in five takes over the coins of an earlier one of its stream, which its neighbours do not show."""
+
+    def later(coins):
+        repeat = np.flatnonzero(np.random.default_rng(9).random(coins.shape[1]) < 0.2)
+        repeat = repeat[repeat >= apart]
+        changed = coins.copy()
+        changed[:, repeat] = coins[:, repeat - apart]
+        return changed
+
+    step = lab.step(False)
+    law = multi_round_law(step)
+    _, results, share = run(lab.Reference(coins=later), step, law)
+    ends = law.reach * law.bonus.sum(1)
+    assert table_power(coupled(ends, 0.2), results[name].n, results[name].df, share) > 0.99
+    assert rejects(results[name], share)
+    assert not any(rejects(results[other], share) for other in ("lag-last", "node@0", "stream-last"))
+
+
 def test_lag_mixed_sees_a_residual_coin_used_as_the_next_accept_coin(lab):
     def reused(coins):
         changed = coins.copy()

@@ -93,6 +93,52 @@ class ClosedFrozen(ClosedRight):
         return super().walk(step, walks, 7)
 
 
+class ClosedUnflagged(ClosedRight):
+    """Says that nothing was ever refused: the test given a refusal would have nothing to look at."""
+
+    def walk(self, step: Step, walks: int, seed: int) -> Walks:
+        drawn = super().walk(step, walks, seed)
+        return replace(drawn, refused=torch.zeros_like(drawn.refused))
+
+
+class ClosedMirrored(ClosedRight):
+    """The second half of a call has the coins of the first, mirrored: each walk by itself is right."""
+
+    def walk(self, step: Step, walks: int, seed: int) -> Walks:
+        from audit.sampler_guard import CoinWalker
+
+        tokens, coins = CoinWalker(MULTI_ROUND).inputs(step, walks, seed)
+        half = walks // 2
+        for each in (coins.accept, coins.residual):
+            each[half : 2 * half] = (1 - 2.0**-53) - each[:half]
+        return MULTI_ROUND.select(step, tokens, coins)
+
+
+class OtherDrafts(Coined):
+    """Hands back other drafts than it was given."""
+
+    def after(self, step: Step, walks: Walks) -> Walks:
+        return replace(walks, tokens=walks.tokens.roll(1, 0)) if len(walks.tokens) > 1 else walks
+
+
+class ZeroDrawsFirst(Coined):
+    """A residual coin of exactly 0 draws token 0, whatever its probability: `>=` where `>` is right."""
+
+    def select(self, step: Step, tokens: torch.Tensor, coins: Coins) -> Walks:
+        walks = MULTI_ROUND.select(step, tokens, coins)
+        zero = coins.residual.gather(1, walks.last[:, None])[:, 0] == 0
+        return replace(walks, bonus=torch.where(zero, 0, walks.bonus))
+
+
+class FewWalks(Coined):
+    """Claims to be slow, and is wrong only at vocabularies larger than the small steps'."""
+
+    walks = 2
+
+    def after(self, step: Step, walks: Walks) -> Walks:
+        return replace(walks, bonus=walks.bonus * 0) if step.target.shape[1] > 16 else walks
+
+
 class WrongShape(Coined):
     def after(self, step: Step, walks: Walks) -> Walks:
         return replace(walks, bonus=walks.bonus[:, None])
@@ -122,7 +168,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch):
             if spec != "here:it":
                 return real(spec)
             it = made()
-            claims = Claims(rule=getattr(it, "rule", "multi-round"))
+            claims = Claims(rule=getattr(it, "rule", "multi-round"), walks=getattr(it, "walks", None))
             return LoadedSampler(spec, it, claims, hasattr(it, "select"))
 
         for module in ("audit.sampler", "audit.sampler_step", "audit.sampler_law"):
@@ -170,6 +216,9 @@ def test_a_run_without_only_proves_and_sums_too(monkeypatch: pytest.MonkeyPatch)
         (Writes, "inputs"),
         (Unsteady, "repeat"),
         (ClosedFrozen, "walks.peaked-fixed"),
+        (ClosedUnflagged, "walks.peaked-fixed"),
+        (ClosedMirrored, "walks.peaked-fixed"),
+        (OtherDrafts, "inputs"),
     ],
 )
 def test_faulty_samplers_fail(loaded, made: type, check_id: str) -> None:
@@ -228,6 +277,18 @@ def test_a_summed_law_that_is_off_fails(loaded, monkeypatch: pytest.MonkeyPatch)
     results = sampler.run_summed_task(sampler.SummedTask(spec, 1 << 9))
     assert {r.verdict for r in results} >= {"fail"}
     assert all(r.verdict == "pass" for r in sampler.run_summed_task(sampler.SummedTask(loaded(Coined), 1 << 10)))
+
+
+def test_a_coin_of_zero_that_draws_an_impossible_token_fails_outright(loaded) -> None:
+    results = sampler.run_summed_task(sampler.SummedTask(loaded(ZeroDrawsFirst), 1 << 9))
+    wrong = [r for r in results if r.never]
+    assert wrong and all(r.verdict == "fail" and "token 0 after row 1 has probability zero" in r.never for r in wrong)
+
+
+def test_too_few_walks_to_certify_anything_are_no_pass(loaded) -> None:
+    report = small(sampler=loaded(FewWalks)).report
+    assert report.verdict == "INCONCLUSIVE"
+    assert any("walks differ from the rule's on the same coins" in reason for reason in report.reasons)
 
 
 def test_a_blind_detector_makes_the_run_inconclusive(monkeypatch: pytest.MonkeyPatch) -> None:
