@@ -62,3 +62,21 @@ def test_sampled_decoding_accepts_drafts(stack: Stack, name: str) -> None:
     output, paths = decode(stack, name, 1.0)
     assert len(output) == TOKENS and sum(paths) / len(paths) > 1.5
     assert decode(stack, name, 1.0) == (output, paths)
+
+
+@pytest.mark.parametrize("name", ["budget", "hydra27-sampled"])
+def test_a_request_drafts_the_same_beside_others(stack: Stack, name: str) -> None:
+    """Accepted lengths are those of the request alone, so its drafts are too, bit for bit."""
+    texts = [tuple(encode(p.text)[:length]) for p, length in zip(prompt_set("two"), (20, 33, 47), strict=False)]
+
+    def run(numbers: list[int]) -> dict[int, tuple[list[int], list[int]]]:
+        decoder = Decoder(stack, Capacity(3, 80))
+        for number in numbers:
+            params = SamplingParams(temperature=1.0)
+            decoder.admit(Request(number, texts[number], 10, params, drafter(name), seed=5))
+        while any(state.finished is None for state in decoder.running.values()):
+            decoder.cycle()
+        return {number: (state.output, state.paths) for number, state in decoder.running.items()}
+
+    together = run([2, 0, 1])
+    assert together == {number: run([number])[number] for number in (2, 0, 1)}

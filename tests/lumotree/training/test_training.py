@@ -24,7 +24,7 @@ from lumotree.errors import InputError
 from lumotree.model_config import FULL, LINEAR
 from lumotree.prompts import LONGEST, PER_SET, SETS, SHORTEST, prompt_set, prompts_hash, read_set
 from lumotree.shipped import shipped_folder
-from lumotree.training import corpus
+from lumotree.training import corpus, loop
 from lumotree.training.__main__ import main, run_training
 from lumotree.training.baselines import baselines, ngram_probabilities
 from lumotree.training.corpus import Source, corpus_hash, of_split, split_of, stdlib_sources, token_stream
@@ -206,6 +206,27 @@ def test_training_learns_and_is_reproducible_on_a_cpu(tmp_path: Path) -> None:
     assert first.curve[-1][2] < first.curve[0][2]
     assert all(torch.equal(first.best[name], second.best[name]) for name in first.best)
     assert (first.steps, first.best_step) == (12, 12)
+
+
+def test_steps_are_planned_from_seconds_without_moving_the_weights() -> None:
+    text = token_stream([Source("a", b"the quick brown fox. " * 20)])
+    settings = replace(FAST, steps=0, seconds=0.0, batch=1, length=16, chained=1, dropout=0.0)
+    said: list[str] = []
+    done = train(MICRO, settings, text, text[:64], "cpu", said.append)
+    assert done.steps == 1 and "1 steps in 0 s" in said[0]
+    weights = {n: w.requires_grad_() for n, w in initial_weights(MICRO, 1).items()}
+    step = loop._Step(MICRO, settings, weights, torch.from_numpy(text.astype(np.int64)), "cpu")
+    step.run(0.0)
+    start = initial_weights(MICRO, 1)
+    assert all(torch.equal(w.detach(), start[n]) for n, w in weights.items())
+    step.run(1e-2)
+    assert not torch.equal(weights["mtp.fc.weight"].detach(), start["mtp.fc.weight"])
+
+
+def test_the_rate_rises_to_its_peak_and_falls_to_a_tenth() -> None:
+    rates = [loop._rate(replace(FAST, warmup=10, rate=1.0), number, 100) for number in range(1, 101)]
+    assert rates[:10] == pytest.approx([0.1 * k for k in range(1, 11)])
+    assert rates[9:] == sorted(rates[9:], reverse=True) and rates[-1] == pytest.approx(0.1)
 
 
 def test_every_parameter_gets_a_gradient_from_the_joint_loss() -> None:
