@@ -70,12 +70,6 @@ class Spec:
         return self.hk * -(-slabs // (self.tile.slabs * self.tile.warps))
 
     @property
-    def run(self) -> int:
-        """Tiles that a publishing block takes in a row; mirrors RUN in gdn.cu."""
-        blocks = self.blocks // self.hk
-        return 4 if blocks % 4 == 0 else 2 if blocks % 2 == 0 else 1
-
-    @property
     def state_bytes(self) -> int:
         """Bytes of one block's states."""
         return self.tile.warps * self.tile.slabs * self.chunks * 512
@@ -86,8 +80,7 @@ class Spec:
         block_slabs = t.slabs * t.warps
         heads = min((block_slabs + head_slabs - 2) // head_slabs + 1, ratio)
         scratch = -(-16 * capacity // 16) * 16
-        rows = 1 if self.mode == "publish" else 2  # key alone, or key and query
-        staged = t.stage * (rows * 128 * self.chunks + 16 * block_slabs + 8 * heads + 4)
+        staged = t.stage * (2 * 128 * self.chunks + 16 * block_slabs + 8 * heads + 4)
         return max(t.stack * self.state_bytes, scratch) + staged + 4 * (capacity + 2)
 
 

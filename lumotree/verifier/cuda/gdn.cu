@@ -23,7 +23,7 @@ struct Args {
     const int *state_slot, *cu_rows, *parent;
     const unsigned char *active;
     const int *accepted_rows, *accepted_length;       // [requests, accepted_width], [requests]
-    int layer, slots, rec_rows, accepted_width, capacity, tiles;
+    int layer, slots, rec_rows, accepted_width, capacity, requests, tiles;
 };
 
 constexpr int LANES = 8;                              // that share a value row
@@ -46,7 +46,7 @@ constexpr int SPILL_ROWS = 3 * (2 << STACK) - 1;      // a tree needs a state be
 constexpr int TILE = WARPS * SLABS * CHUNKS * 32;     // float4 of a block's states
 constexpr float EPSILON = 1e-6f;
 constexpr int ROW = 0x7fff, LEAF = 0x8000, LOAD = 0xff << 16, SAVE = 0x7f << 24;  // of an entry of the walk
-static_assert(STAGE <= 32 && STAGE % 4 == 0, "a warp plans what is staged at once; two places stay aligned");
+static_assert(STAGE <= 32, "a warp plans what is staged at once");
 
 struct Shared {
     float4 *stack, *key, *query;
@@ -67,7 +67,7 @@ __device__ inline Shared carve(char *memory, int capacity) {
     const int stack = STACK * TILE * 16, scratch = (16 * capacity + 15) / 16 * 16;
     s.key = (float4 *)(memory + (stack > scratch ? stack : scratch));
     s.query = s.key + STAGE * WIDTH / 4;
-    s.value = s.query + (MODE == PUBLISH ? 0 : STAGE * WIDTH / 4);
+    s.value = s.query + STAGE * WIDTH / 4;
     s.gate = (float2 *)(s.value + STAGE * BLOCK_SLABS);
     s.dot = (float *)(s.gate + STAGE * HEADS);
     s.count = (int *)(s.dot + STAGE);
@@ -145,7 +145,7 @@ struct Stage {
 };
 
 struct Block {
-    int request, slot, base, key_head, first_slab, layer;
+    int request, slot, base, rows, key_head, first_slab, layer;
     __device__ int head(int slab) const { return key_head * RATIO + slab / HEAD_SLABS; }
     __device__ int first_head() const { return first_slab / HEAD_SLABS; }
 };
@@ -157,11 +157,10 @@ template <int mode> __device__ inline long long operand_row(const Args &x, const
     return (mode == PUBLISH ? (long long)b.layer * x.rec_rows : 0) + b.base + row;
 }
 
-// keys: whether the keys are wanted; a replay keeps them from tile to tile.
 template <int mode>
-__device__ inline void fetch(const Args &x, const Block &b, const int *order, int at, int n, Stage &s, bool keys = true) {
+__device__ inline void fetch(const Args &x, const Block &b, const int *order, int at, int n, Stage &s) {
 #pragma unroll
-    for (int p = 0; p < KEY_PASSES && keys; ++p) {
+    for (int p = 0; p < KEY_PASSES; ++p) {
         const int i = p * TEAMS + threadIdx.x / TEAM, first = threadIdx.x % TEAM * 8;
         s.key[p] = s.query[p] = make_uint4(0, 0, 0, 0);
         if (i < n && threadIdx.x < TEAMS * TEAM) {
@@ -195,12 +194,11 @@ __device__ inline void fetch(const Args &x, const Block &b, const int *order, in
 
 // VERIFY also records: the block with a key head's first slab its key, the block with a head's first slab its gates.
 template <int mode>
-__device__ inline void place(
-    const Args &x, const Block &b, const int *order, int at, int n, Stage &s, Shared &m, bool keys = true) {
+__device__ inline void place(const Args &x, const Block &b, const int *order, int at, int n, Stage &s, Shared &m) {
     const long long recorded = (long long)b.layer * x.rec_rows;
     constexpr int GROUP = KEY_PASSES % 2 ? 1 : 2;  // passes whose reductions overlap; more would need more registers
 #pragma unroll
-    for (int at_pass = 0; at_pass < KEY_PASSES && keys; at_pass += GROUP) {
+    for (int at_pass = 0; at_pass < KEY_PASSES; at_pass += GROUP) {
         float key[GROUP][8], query[GROUP][8], kk[GROUP], qq[GROUP], kq[GROUP];
 #pragma unroll
         for (int p = 0; p < GROUP; ++p) {
@@ -633,56 +631,61 @@ template <int mode> __device__ inline void walk(const Args &x) {
     if (mode == NATIVE) move_states<true>(x, b, t, state);
 }
 
-__device__ inline void choose_tile(const Args &x, int tile, Block &b) {
-    b.layer = x.layer + tile / (HK * BLOCKS);
-    b.key_head = tile % (HK * BLOCKS) / BLOCKS;
-    b.first_slab = tile % BLOCKS * BLOCK_SLABS;
+// One tile of a publication: block of value rows, request and layer. Returns the accepted rows, 0 where there are none.
+__device__ inline int choose_tile(const Args &x, int tile, Block &b) {
+    const int blocks = HK * BLOCKS, request = tile / blocks % x.requests;
+    if (request != b.request) {
+        b.request = request;
+        b.slot = x.state_slot[request];
+        b.base = x.cu_rows[request];
+        b.rows = x.accepted_length[request];
+    }
+    b.key_head = tile % blocks / BLOCKS;
+    b.first_slab = tile % blocks % BLOCKS * BLOCK_SLABS;
+    b.layer = x.layer + tile / blocks / x.requests;
+    return b.slot < 0 || b.rows < 0 ? 0 : b.rows;
 }
 
-// Replays the accepted rows of a request. A block takes tile after tile (block of value rows and layer) and asks for the
-// next one's state and operands before it works on this one, so that memory is never idle. RUN tiles of one key head
-// follow each other and share its keys.
+__device__ inline int next_tile(const Args &x, int tile, Block &b) {
+    for (; tile < x.tiles; tile += gridDim.x)
+        if (choose_tile(x, tile, b)) break;
+    return tile;
+}
+
+// Replays the accepted rows. A block takes tile after tile and asks for the next one's state and operands before it works
+// on this one, so that memory is never idle.
 __device__ inline void replay(const Args &x) {
     let_next_start();
     wait_for_previous();
-    Block b;
-    b.request = blockIdx.y;
-    b.slot = x.state_slot[b.request];
-    b.base = x.cu_rows[b.request];
-    const int n = x.accepted_length[b.request];
-    if (b.slot < 0 || n <= 0) return;
-    constexpr int RUN = BLOCKS % 4 == 0 ? 4 : BLOCKS % 2 == 0 ? 2 : 1;
     SHARED_MEMORY(memory);
     Shared m = carve(memory, 0);
     const Lane t = {(int)threadIdx.x % LANES, (int)threadIdx.x % 32 / LANES, (int)threadIdx.x / 32, (int)threadIdx.x};
-    const int most = n < STAGE ? n : STAGE;
-    int tile = blockIdx.x * RUN;
-    bool keys = true;
-    Block ahead = b;
-    choose_tile(x, tile, ahead);
+    Block b, ahead;
+    ahead.request = -1;
+    int tile = next_tile(x, blockIdx.x, ahead);
     Stage stage;
-    if (EARLY) ask_early(x, ahead, m, t);
-    fetch<PUBLISH>(x, ahead, nullptr, 0, most, stage);
+    if (tile < x.tiles) {
+        if (EARLY) ask_early(x, ahead, m, t);
+        fetch<PUBLISH>(x, ahead, nullptr, 0, ahead.rows < STAGE ? ahead.rows : STAGE, stage);
+    }
     while (tile < x.tiles) {
         b = ahead;
         float state[SLABS][4 * CHUNKS];
         int heads[SLABS];
         block_heads(b, t, heads);
         if (!EARLY) move_states<false>(x, b, t, state);
-        for (int first = 0; first < n; first += STAGE) {
-            const int some = n - first < STAGE ? n - first : STAGE;
+        for (int first = 0; first < b.rows; first += STAGE) {
+            const int some = b.rows - first < STAGE ? b.rows - first : STAGE;
             if (first) fetch<PUBLISH>(x, b, nullptr, first, some, stage);
             __syncthreads();
-            place<PUBLISH>(x, b, nullptr, first, some, stage, m, keys);
+            place<PUBLISH>(x, b, nullptr, first, some, stage, m);
             if (EARLY && first == 0) arrive_early(m, t, state);
             __syncthreads();
-            if (first + STAGE >= n) {
-                tile += (tile + 1) % RUN ? 1 : (gridDim.x - 1) * RUN + 1;
-                keys = n > STAGE || tile % RUN == 0;
+            if (first + STAGE >= b.rows) {
+                tile = next_tile(x, tile + gridDim.x, ahead);
                 if (tile < x.tiles) {
-                    choose_tile(x, tile, ahead);
                     if (EARLY) ask_early(x, ahead, m, t);
-                    fetch<PUBLISH>(x, ahead, nullptr, 0, most, stage, keys);
+                    fetch<PUBLISH>(x, ahead, nullptr, 0, ahead.rows < STAGE ? ahead.rows : STAGE, stage);
                 }
             }
             Operands y;

@@ -25,7 +25,7 @@ _POINTERS = (
     "q", "k", "v", "a", "b", "a_log", "dt_bias", "pool", "spill", "out", "rec_k", "rec_v", "rec_a", "rec_b",
     "rec_a_log", "rec_dt_bias", "state_slot", "cu_rows", "parent", "active", "accepted_rows", "accepted_length",
 )  # fmt: skip
-_INTEGERS = ("layer", "slots", "rec_rows", "accepted_width", "capacity", "tiles")
+_INTEGERS = ("layer", "slots", "rec_rows", "accepted_width", "capacity", "requests", "tiles")
 
 
 class Arguments(ctypes.Structure):
@@ -53,7 +53,7 @@ def multiprocessors(device: torch.device) -> int:
 #: warp's own parallelism counts; "verify_many" for larger ones, where blocks share a multiprocessor.
 _TILES = {
     "verify": Tile(3, 4, 3, 32, 1),
-    "verify_many": Tile(2, 6, 3, 32, 2),
+    "verify_many": Tile(3, 4, 3, 32, 2),
     "publish": Tile(3, 4, 1, 16, 4),
     "native": Tile(3, 4, 0, 8, 1),
 }
@@ -131,11 +131,10 @@ def _run(
     arguments.layer, arguments.slots, arguments.capacity = layer, slots, capacity
     arguments.rec_rows = record[0].shape[1] if record else operands[1].shape[-3]
     arguments.accepted_width = accepted.rows.shape[1] if accepted is not None else 0
-    arguments.tiles = found.blocks * layers
+    arguments.requests, arguments.tiles = batch.requests, found.blocks * batch.requests * layers
     grid = (found.blocks, batch.requests, layers)
     if mode == "publish":
-        wave = -(-found.tile.resident * multiprocessors(pool.device) // batch.requests)
-        grid = (min(arguments.tiles // found.run, wave), batch.requests, 1)
+        grid = (min(arguments.tiles, found.tile.resident * multiprocessors(pool.device)), 1, 1)
     shared = found.shared_bytes(capacity)
     if mode == "verify" and small:
         # A second block on a multiprocessor would leave another one idle.
