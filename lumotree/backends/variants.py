@@ -6,6 +6,8 @@ recurrence solved as a triangular system.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -88,17 +90,24 @@ class WYBackend(TorchBackend):
         check_recurrent_pool("gdn_verify", pool, ops, self.contract)
         check_room(batch, ws.limits, layer)
         ws.record_gdn(ops, layer)
-        prepared, paths = self._prepare(ops), ancestor_rows(batch)
-        slots, request = batch.state_slot.tolist(), batch.row_request.tolist()
-        for i in sorted({request[row] for row in paths}):
-            rows = [row for row in paths if request[row] == i]
-            at = {row: n for n, row in enumerate(rows)}
-            parents = [at[paths[row][-2]] if len(paths[row]) > 1 else -1 for row in rows]
-            start = matrix(pool[layer], slots[i], slice(None), self.contract.layout).to(torch.float32)
-            index = torch.tensor(rows, device=out.device)
-            local = Operands(*(x[index].transpose(0, 1) for x in (prepared.q, prepared.k, prepared.v,
-                                                                  prepared.decay, prepared.beta)))  # fmt: skip
+        for slot, index, local, parents in local_rows(self._prepare(ops), batch):
+            start = matrix(pool[layer], slot, slice(None), self.contract.layout).to(torch.float32)
             out[index] = wy_outputs(local, start, parents).transpose(0, 1).to(out.dtype)
+
+
+def local_rows(ops: Operands, batch: Batch) -> Iterator[tuple[int, Tensor, Operands, list[int]]]:
+    """For each request with active rows: its state slot, these rows (parents first), their operands `[HV, n, ..]` and
+    their parents, counted among them (-1 = committed state).
+    """
+    paths = ancestor_rows(batch)
+    slots, request = batch.state_slot.tolist(), batch.row_request.tolist()
+    for i in sorted({request[row] for row in paths}):
+        rows = [row for row in paths if request[row] == i]
+        at = {row: n for n, row in enumerate(rows)}
+        parents = [at[paths[row][-2]] if len(paths[row]) > 1 else -1 for row in rows]
+        index = torch.tensor(rows, device=ops.q.device)
+        local = Operands(*(x[index].transpose(0, 1) for x in (ops.q, ops.k, ops.v, ops.decay, ops.beta)))
+        yield slots[i], index, local, parents
 
 
 def decay_products(decay: Tensor, parents: list[int]) -> tuple[Tensor, Tensor]:

@@ -102,7 +102,7 @@ def test_contract_of_an_instance_or_a_plain_class_cannot_be_replaced(here: Path)
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ("tritno", "'tritno' is unknown; known: bank, cuda, fla, .*torch, .*; or give module:object"),
+        ("tritno", "'tritno' is unknown; known: bank, bank_walk, cuda, fla, .*torch, .*; or give module:object"),
         ("", "'' is unknown"),
         (":x", "expected module:object, got ':x'"),
         ("os:", "expected module:object, got 'os:'"),
