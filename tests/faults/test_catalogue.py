@@ -18,6 +18,8 @@ from audit.scene import scene_of
 from audit.stage import Stage
 from faults import CATALOGUE, NEEDS, Fault
 from faults.catalogue import EXPECTATIONS, STAGES, by_id
+from faults.classes import CLASSES, NOT_EXPRESSED, covered
+from faults.sampler import SAMPLER_FAULTS
 from faults.topology import roots
 from faults.variant import AttentionVariant, ConvVariant, GdnVariant
 from faults.variant_backend import variant
@@ -195,3 +197,13 @@ def test_ids_are_unique() -> None:
 def test_an_arithmetic_fault_does_not_fit_a_kernel_whose_formulas_are_out_of_reach() -> None:
     fault = CATALOGUE["gate_twice.gdn"]
     assert fault.fits(INNER) and fault.fits(ReferenceBackend()) and not fault.fits(object())
+
+
+def test_every_public_class_is_a_fault_or_is_listed_with_the_reason() -> None:
+    found = covered(CATALOGUE, SAMPLER_FAULTS)
+    assert len(set(CLASSES)) == len(CLASSES) == 175
+    assert set(found) | set(NOT_EXPRESSED) == set(CLASSES) and not set(found) & set(NOT_EXPRESSED)
+    assert {c for f in CATALOGUE.values() for c in f.classes} <= set(CLASSES)
+    assert {c[0] for c in CLASSES if c in found} >= set("ABCDEFGHIJKLMNOPQR")
+    named = [word for reason in NOT_EXPRESSED.values() for word in reason.split() if word in SAMPLER_FAULTS]
+    assert set(named) == {"penalties_flat", "fixed_seed", "late_generator", "duplicate_twice"}
