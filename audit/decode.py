@@ -22,7 +22,7 @@ from audit.decode_controls import Controls
 from audit.decode_judge import Verdict, judge_surfaces, judge_tokens, same_runs
 from audit.decode_report import Found, checks_of, facts, findings_of
 from audit.decode_setup import capacity_for, check_positions, open_stack, poisoned, prompts_of, requests_of
-from audit.decode_stats import CycleCost, ModeStats, bench_cycles, stats_of
+from audit.decode_stats import BENCH_TOKENS, CycleCost, ModeStats, bench_cycles, stats_of
 from audit.decode_tasks import Bench, Broken, ControlTask, LocateTask, ModeTask, PlainTask, ReplayTask, Task, bench
 from audit.decode_types import LAWS, MODES, ModeRun, Options, Truth
 from audit.environment import environment
@@ -86,7 +86,7 @@ def run_decode(options: Options) -> Run:
             if not options.every:
                 _locate(found, machine)
         found.stats = _stats(found.runs, options)
-        if {WIDE, CHAIN} <= set(options.modes):
+        if {WIDE, CHAIN} <= set(options.modes) and not found.broken:
             found.cost = _cost(options, stack)
     return Run(_report(options, stack, found, [len(p) for p in prompts], started, machine.width), tuple(found.runs))
 
@@ -129,6 +129,7 @@ def _sort(found: Found, results: Sequence[tuple[Task, object]]) -> None:
         elif isinstance(task, ModeTask):
             assert isinstance(result, ModeRun)
             (turned if task.turned else found.runs).append(result)
+    found.broken += [(run.name, run.stopped) for run in found.runs if run.stopped]
     for other in turned:
         one = next(r for r in found.runs if (r.mode, r.law, r.run) == (other.mode, other.law, 0))
         if not one.stopped:
@@ -187,9 +188,11 @@ def _stats(runs: Sequence[ModeRun], options: Options) -> list[ModeStats]:
     return [stats_of(group) for group in groups if group]
 
 
-def _cost(options: Options, stack: Stack) -> CycleCost:
+def _cost(options: Options, stack: Stack) -> CycleCost | None:
+    """None for a model with too few positions."""
     wide, chain = (requests_of(options, stack, mode, "greedy", 0)[0] for mode in (WIDE, CHAIN))
-    return bench_cycles(stack, wide, chain)
+    positions = stack.model.config.positions  # type: ignore[attr-defined]
+    return bench_cycles(stack, wide, chain) if len(wide.prompt) + BENCH_TOKENS <= positions else None
 
 
 def _peak_mib(width: int) -> float:

@@ -43,10 +43,9 @@ def checks_of(found: Found) -> list[Check]:
     checks += _oracle(found.controls)
     checks += _pooled("another_batch", "same in another batch", found.other_batch)
     checks += _pooled("repeat", "greedy again, same bits", found.repeated)
-    broken = [*found.broken, *((run.name, run.stopped) for run in found.runs if run.stopped)]
-    if broken:
+    if found.broken:
         cells = max(1, len(found.runs))
-        note = f"{broken[0][0]}: {broken[0][1]}"
+        note = ": ".join(found.broken[0])
         checks.append(Check("logits", "logits are numbers", "tokens", "finite", "fail", cells, note=note))
     return checks
 

@@ -82,14 +82,19 @@ class CycleCost:
         return self.cycle_s[0] / self.cycle_s[1]
 
 
-def bench_cycles(stack: Stack, wide: Request, chain: Request, repeat: int = 9) -> CycleCost:
+#: Cycles that are timed, and the most tokens that they can emit: a cycle accepts no more rows than a tree is deep.
+BENCH_CYCLES = 9
+BENCH_TOKENS = 16 * (BENCH_CYCLES + 1)
+
+
+def bench_cycles(stack: Stack, wide: Request, chain: Request) -> CycleCost:
     """Time cycles of two requests that differ in their drafters, in turn, on a decoder of one request each.
 
     Both go on for as long as it takes; a repetition is one cycle of each.
     """
     decoders = []
     for given in (wide, chain):
-        request = replace(given, max_tokens=repeat * ROWS, eos=None)
+        request = replace(given, max_tokens=BENCH_TOKENS, eos=None)
         decoder = Decoder(stack, Capacity(1, request.longest, ROWS))
         decoder.admit(request)
         while decoder.running[request.number].prefilling:
@@ -97,7 +102,7 @@ def bench_cycles(stack: Stack, wide: Request, chain: Request, repeat: int = 9) -
         decoders.append(decoder)
     forward: list[list[float]] = [[], []]
     whole: list[list[float]] = [[], []]
-    for _ in range(repeat):
+    for _ in range(BENCH_CYCLES):
         for place, decoder in enumerate(decoders):
             seconds = decoder.cycle().seconds
             forward[place].append(seconds.verify)

@@ -156,7 +156,7 @@ def test_logits_that_are_no_numbers_fail_the_run(small, backend_file, method):
 
         make = Nan
     """)
-    report = run_decode(replace(small, backend=name, modes=("hydra27",), laws=("greedy",), controls=False)).report
+    report = run_decode(replace(small, backend=name, modes=("mtp5", "hydra27"), laws=("greedy",))).report
     assert report.exit_code == 1
     assert any("not a finite number" in reason for reason in report.reasons)
 
@@ -203,6 +203,12 @@ def test_surfaces_may_be_served_by_different_backends(small):
     run = run_decode(replace(small, backend=mixed, modes=("hydra27",), laws=("greedy",), controls=False, tokens=6))
     assert all(c.status == "pass" for c in run.report.checks)
     assert run.report.backend == "reference+torch+reference"
+
+
+def test_the_benchmark_is_left_out_where_the_model_is_too_short(small, monkeypatch):
+    monkeypatch.setattr("audit.decode.BENCH_TOKENS", 250)
+    options = replace(small, modes=("mtp5", "hydra27"), laws=("greedy",), controls=False, tokens=2)
+    assert "cycle_cost" not in run_decode(options).report.facts["decode"]
 
 
 def test_only_the_end_is_compared_when_asked(small):
