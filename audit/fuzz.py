@@ -41,11 +41,11 @@ from lumotree.errors import InputError
 
 SHAPES: dict[str, Dims] = {"nano": DIMS_NANO, "micro": DIMS_MICRO}
 #: Steps of a program behind its first requests.
-STEPS = 8
+STEPS = 7
 #: Programs between two looks at the clock.
 CHUNK = 50
 #: Programs within which each control must be found.
-CONTROL_PROGRAMS = 150
+CONTROL_PROGRAMS = 300
 #: Seeds on which every relation is asked.
 RELATION_SEEDS = 3
 
