@@ -328,9 +328,9 @@ def _warnings(
     if rare:
         rows = ", ".join(f"{count} in {name}" for name, count in rare.items())
         yield f"rows that this rule visits in less than 1% of the walks are not tested: {rows}"
-    small = min((o.case.vocab for o in outcomes if not o.case.path), default=VOCAB)
-    if loaded.claims.vocab and small < VOCAB:
-        yield f"the sampler takes a vocabulary of {small} at most: nothing was seen of a larger one"
+    largest = max((o.case.vocab for o in outcomes), default=VOCAB)
+    if loaded.claims.vocab and largest < VOCAB:
+        yield f"the sampler takes a vocabulary of {largest} at most: nothing was seen of a larger one"
     if any(o.result is None and o.greedy is None for o in outcomes):
         yield f"{loaded.claims.walks} walks are too few for statistics: the summed law and pairs of walks judge it"
 
