@@ -55,8 +55,11 @@ class Controls:
 
 
 def run_controls(stack: Stack, greedy: Sequence[Request], ids: Sequence[str]) -> Controls:
-    """Every fault, and none, on the first requests."""
+    """Every fault, and none, on the first requests; one that is missing is the first with its prompt turned round,
+    since some faults take two requests to show."""
     plain = [replace(r, max_tokens=min(r.max_tokens, TOKENS), drafter=None) for r in greedy[:REQUESTS]]
+    first = plain[0]
+    plain += [replace(first, number=first.number + i, prompt=first.prompt[::-1]) for i in range(len(plain), REQUESTS)]
     truth = truth_of(stack, plain)
     known = {r.number: (*r.prompt, *truth.outputs[r.number]) for r in plain}
     oracle = OracleDrafter(hydra27(), stack.model.vocab, known)

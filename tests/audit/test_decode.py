@@ -15,7 +15,7 @@ from audit.cli import main, parser
 from audit.decode import run_decode
 from audit.decode_controls import first_on
 from audit.decode_judge import Departure, Verdict, judge_surfaces, judge_tokens, same_runs
-from audit.decode_setup import open_backend
+from audit.decode_setup import open_backend, open_stack
 from audit.decode_stats import stats_of
 from audit.decode_types import Mark, ModeRun, Options, Truth
 from audit.render.decode import histogram, tables
@@ -26,6 +26,7 @@ from lumotree.cycle import Decoder
 from lumotree.errors import BackendError, InputError
 from lumotree.model_config import FULL, LINEAR, ModelConfig
 from lumotree.random_weights import random_weights
+from lumotree.requests import Request
 from lumotree.tree_named import chain
 
 CONFIG = ModelConfig(
@@ -171,6 +172,13 @@ def test_a_control_that_goes_unseen_makes_the_run_inconclusive(small, monkeypatc
     assert (report.verdict, report.exit_code) == ("INCONCLUSIVE", 3)
     assert report.reasons == ("control nothing.gdn was not detected",)
     assert [(c.fault, c.detected) for c in report.controls] == [(seen.id, True), (blind.id, False)]
+
+
+def test_faults_that_take_two_requests_are_seen_with_one_prompt(small):
+    stack = open_stack(small)
+    request = Request(0, tuple(range(60, 70)), 12)
+    ids = ("slot_of_finished_request.gdn", "coins_by_place.batch")
+    assert [s.control.detected for s in controls.run_controls(stack, [request], ids).seen] == [True, True]
 
 
 def test_without_controls_nothing_passes(small):
