@@ -132,6 +132,34 @@ def test_a_wrong_output_is_named_offline_where_live_sees_what_follows(
     assert (finding.check, finding.layer, finding.row, finding.case) == (f"dump.{surface}.out", 0, 0, "cycle 1")
 
 
+def test_a_wrong_last_output_shows_in_the_next_token_alone(cold: list[Script], native: Trace) -> None:
+    end = cold[0].cycles[1].end
+
+    def change(out: torch.Tensor, layer: int, call: int) -> None:
+        if call == FIRST + 1 and layer == 1:
+            out[end] = out[end] * 1.5
+
+    outcome = played(cold, native, wrong_verify("gdn", change))
+    wrong = first_wrong(cells(cold[:1], outcome.trace, native), bitwise=True)
+    assert {(a.surface, c.cycle) for c, a in wrong} == {("next", 1), ("hidden", 1)}
+
+
+def test_a_wrong_count_of_committed_tokens_shows_in_positions_and_lengths(
+    cold: list[Script], native: Trace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = Engine._decision
+
+    def short(engine: Engine, turn: Any) -> Any:
+        decision = right(engine, turn)
+        return replace(decision, path=decision.path[:-1]) if turn.cycle == 2 else decision
+
+    monkeypatch.setattr(Engine, "_decision", short)
+    outcome = played(cold, native)
+    first, apart = first_wrong(cells(cold[:1], outcome.trace, native), bitwise=True)[0]
+    wrong = first.candidate.apart["lengths"]
+    assert (first.cycle, wrong.distance, wrong.part, apart.bitwise) == (1, float("inf"), "committed tokens", 0)
+
+
 def test_a_clean_schedule_has_the_same_verdict_offline(cold: list[Script], native: Trace, tmp_path: Path) -> None:
     outcome = played(cold, native, record=tmp_path / "here", backend_name="torch")
     assert all(c.bitwise for c in cells(cold[:1], outcome.trace, native))
