@@ -92,7 +92,12 @@ def _cycles_check(j: Judged) -> Check:
     same = sum(c.bitwise for c in j.main)
     status = ("pass" if same == len(j.main) else "fail") if j.bitwise else "info"
     note = "" if same == len(j.main) else f"{same} of {len(j.main)} cycles are bitwise on every surface"
-    return Check("continue.cycles", "cycles, every surface", "all", "bitwise", status, len(j.main), same, note=note)
+    return Check("continue.cycles", "cycles, every surface", "all", _bits_rung(j), status, len(j.main), same, note=note)
+
+
+def _bits_rung(j: Judged) -> str:
+    """Rung of a comparison of bits, which judges only a backend that claims them."""
+    return "bitwise" if j.bitwise else "none"
 
 
 def _greedy_check(j: Judged) -> Check:
@@ -246,7 +251,7 @@ def _drift_checks(j: Judged) -> list[Check]:
     note = "" if equal else f"{drift.same} of {count} tokens equal; {len(odd)} surfaces differ at the end"
     same = drift.same + drift.cells - len(odd)
     return [
-        Check("drift.tokens", f"{count:,} tokens by trees = plain", "all", "bitwise", status, count + drift.cells, same,
+        Check("drift.tokens", f"{count:,} tokens by trees = plain", "all", _bits_rung(j), status, count + drift.cells, same,
               note=note),
     ]  # fmt: skip
 
