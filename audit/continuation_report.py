@@ -251,8 +251,10 @@ def _drift_checks(j: Judged) -> list[Check]:
     note = "" if equal else f"{drift.same} of {count} tokens equal; {len(odd)} surfaces differ at the end"
     same = drift.same + drift.cells - len(odd)
     return [
-        Check("drift.tokens", f"{count:,} tokens by trees = plain", "all", _bits_rung(j), status, count + drift.cells, same,
-              note=note),
+        Check(
+            "drift.tokens", f"{count:,} tokens by trees = plain", "all", _bits_rung(j), status, count + drift.cells,
+            same, note=note,
+        ),
     ]  # fmt: skip
 
 

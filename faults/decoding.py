@@ -7,19 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import Tensor
 
 from faults import CATALOGUE
-from lumotree.backends.protocol import Batch, Workspace
+from faults.continuation import KeptDrafts, RootHidden, StaleRoot
 from lumotree.cycle import Decoder
 from lumotree.cycle_types import Stack
 from lumotree.decide import Decision, Turn, decide, first_best
-from lumotree.drafter_state import Advance, DrafterState
-from lumotree.model_types import Forward
+from lumotree.drafter_state import DrafterState
 from lumotree.slots import Capacity, Lease
-from lumotree.state import Pools
 
 
 @dataclass(frozen=True)
@@ -35,25 +32,6 @@ class DecodingFault:
     reuse: bool = False
 
 
-class _RootHidden(DrafterState):
-    """The hidden row handed to the drafter is the root's, whatever was accepted."""
-
-    def publish(self, advances: Sequence[Advance]) -> list[Tensor]:
-        super().publish(advances)
-        return [advance.hidden[0].clone() for advance in advances]
-
-
-class _DraftedEntries(DrafterState):
-    """Entries of accepted drafts stay as the head drafted them, from its own rows instead of the target's."""
-
-    def publish(self, advances: Sequence[Advance]) -> list[Tensor]:
-        hidden = super().publish(advances)
-        drafted = [a for a in advances if a.start > 0 and len(a.tokens) > 1]
-        if drafted:
-            super().publish([replace(a, hidden=a.hidden.roll(1, 0)) for a in drafted])
-        return hidden
-
-
 class _DirtySlots(Decoder):
     """A new request goes on from whatever the last owner of its slot left."""
 
@@ -65,26 +43,6 @@ class _DirtySlots(Decoder):
         if lease.slot not in self._used:
             super()._clear(lease)
         self._used.add(lease.slot)
-
-
-class _StaleRoot:
-    """The model is fed the root token of the cycle before."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-        self._last: dict[int, Tensor] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-    def verify(self, tokens: Tensor, batch: Batch, pools: Pools, ws: Workspace, backend: Any) -> Forward:
-        stale = tokens.clone()
-        cu, prefix = batch.cu_rows.tolist(), batch.prefix_len.tolist()
-        for i, slot in enumerate(batch.state_slot.tolist()):
-            if prefix[i] and slot in self._last:
-                stale[cu[i]] = self._last[slot]
-            self._last[slot] = tokens[cu[i]].clone()
-        return self.inner.verify(stale, batch, pools, ws, backend)  # type: ignore[no-any-return]
 
 
 def _parents_bonus(turns: Sequence[Turn], logits: Tensor) -> list[Decision]:
@@ -127,13 +85,13 @@ FAULTS: tuple[DecodingFault, ...] = (
     _backend_fault("kv_remap_off_by_one.attention", "K"),
     _backend_fault("sibling_published.attention", "K"),
     DecodingFault("hidden_of_wrong_end.drafter", "the drafter reads the root's hidden row, not the accepted end's",
-                  "D", _SECTION_6, _drafter(_RootHidden)),
+                  "D", _SECTION_6, _drafter(RootHidden)),
     DecodingFault("drafter_not_rolled_back.drafter", "the drafter's cache keeps the entries that it drafted", "D",
-                  _SECTION_6, _drafter(_DraftedEntries)),
+                  _SECTION_6, _drafter(KeptDrafts)),
     DecodingFault("slot_of_finished_request.gdn", "a new request starts from the state that its slot's last owner left",
                   "R", _SECTION_6, _DirtySlots, reuse=True),
     DecodingFault("stale_root.gdn", "the forward is fed the pending token of the cycle before", "R", _SECTION_6,
-                  lambda stack, capacity: Decoder(replace(stack, model=_StaleRoot(stack.model)), capacity)),
+                  lambda stack, capacity: Decoder(replace(stack, model=StaleRoot(stack.model)), capacity)),
     DecodingFault("bonus_of_parent.tokens", "the pending token is chosen at the parent of the accepted end", "tokens",
                   "contract section 6 (rows rolled by one)",
                   lambda stack, capacity: Decoder(stack, capacity, decide=_parents_bonus)),
