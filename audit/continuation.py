@@ -25,7 +25,7 @@ from audit.frame import cells_frame
 from audit.report import Report, decide
 from audit.runner import default_workers
 from audit.suite import environment_on
-from faults.continuation import ENGINE_FAULTS
+from faults.continuation import reached_faults
 from lumotree.backends.loader import load_backend
 from lumotree.cycle_types import Stack
 
@@ -67,7 +67,8 @@ def check(options: Options) -> Run:
         with workspace() as folder:
             found = collect(
                 options.spec, stack, plan,
-                lambda scripts, at: _early(options, own, scripts, at), lambda scripts, at: _late(options, scripts, at),
+                lambda scripts, at: _early(options, own, scripts, at),
+                lambda scripts, at: _late(options, stack.head is not None, scripts, at),
                 _workers(options), folder,
             )  # fmt: skip
     finally:
@@ -95,8 +96,8 @@ def _early(
     if calibration:
         tasks.append(Task("calibration", "", (), tokens=options.seed, prompts=calibration))
     if options.drift:
-        name = str(model_folder(options.spec))
-        tasks.append(Task("drift", name, (scripts[0],), tokens=options.drift))
+        model = str(model_folder(options.spec))
+        tasks.append(Task("drift", "", (scripts[0],), tokens=options.drift, model=model))
     tasks += [
         Task("native", arm, tuple(scripts), str(folder / f"{arm}.safetensors")) for arm in reversed(ARMS) if arm != "A"
     ]
@@ -109,7 +110,7 @@ def _early(
     return tasks
 
 
-def _late(options: Options, scripts: Sequence[Script], folder: Path) -> list[Task]:
+def _late(options: Options, head: bool, scripts: Sequence[Script], folder: Path) -> list[Task]:
     native = str(folder / PROMPTS_FILE)
     cold = [s for s in scripts if s.kind == "cold"]
     tasks = [
@@ -120,7 +121,7 @@ def _late(options: Options, scripts: Sequence[Script], folder: Path) -> list[Tas
         for i, s in enumerate(cold)
     ]  # fmt: skip
     own = [s for s in scripts if s.kind == "control"][:CONTROL_PREFIXES]
-    for fault in ENGINE_FAULTS.values():
+    for fault in reached_faults(head):
         sets = [(s,) for s in own] if fault.requests == 1 else [tuple(own), tuple(reversed(own))]
         for i, chosen in enumerate(sets):
             name = fault.id.replace(" ", "-")

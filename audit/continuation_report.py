@@ -13,7 +13,7 @@ from audit.continuation_rules import FACTOR, FLOORS, envelope_ratio, exceeding, 
 from audit.continuation_run import Done, Found
 from audit.continuation_watch import expected_calls
 from audit.report import Check, Control, Finding
-from faults.continuation import ENGINE_FAULTS
+from faults.continuation import reached_faults
 from lumotree.backends.protocol import SURFACES as SERVED
 from lumotree.backends.protocol import covered_surfaces
 from lumotree.cycle_types import Stack
@@ -53,7 +53,11 @@ class Judged:
 def checks_of(j: Judged) -> list[Check]:
     """Every check, the surfaces first."""
     return [
-        *(_surface_check(j, f"continue.{s}", TITLES[s], s, total(j.main, s, bitwise=j.bitwise)) for s in SURFACES),
+        *(
+            _surface_check(j, f"continue.{s}", TITLES[s], s, total(j.main, s, bitwise=j.bitwise))
+            for s in SURFACES
+            if s != "drafter" or j.found.head
+        ),
         _cycles_check(j),
         _greedy_check(j),
         _envelope_check(j),
@@ -164,8 +168,8 @@ def _gates(j: Judged) -> list[Check]:
     imported = sum(d.task.kind in ("cold", "primed") for d in j.found.outcomes)
     return [
         _gate("gate.prompt", "prompt parity", len(prompt), odd),
-        _gate("gate.import", "imported state read back", imported, readback),
-        _gate("gate.inputs", "input rows of each forward", rows, wrong),
+        _gate("gate.import", "imported state read back", imported, readback, "inconclusive"),
+        _gate("gate.inputs", "input rows of each forward", rows, wrong, "inconclusive"),
         _gate("gate.elsewhere", "all else untouched", watched, touched),
         *([_gate("gate.drafts", "drafts as harvested", drafted, drafts)] if j.found.head else []),
         _called_gate(j),
@@ -177,8 +181,10 @@ def _same(j: Judged, cell: Cell, apart: Apart) -> bool:
     return within_bitwise(apart) if j.bitwise else cell.ratio(apart.surface) <= 1
 
 
-def _gate(id_: str, title: str, cells: int, odd: Sequence[str]) -> Check:
-    status = "inconclusive" if not cells else "fail" if odd else "pass"
+def _gate(id_: str, title: str, cells: int, odd: Sequence[str], broken: str = "fail") -> Check:
+    """broken: status with anything odd. What the candidate left is a failure; what it was given, or not asked for,
+    leaves the question open (contract section 6)."""
+    status = "inconclusive" if not cells else broken if odd else "pass"
     note = f"{len(odd)}: {odd[0]}" if odd else "" if cells else "nothing was checked"
     return Check(id_, title, "integrity", "gate", status, cells, note=note)
 
@@ -193,7 +199,7 @@ def _called_gate(j: Judged) -> Check:
             calls += sum(got.values())
             odd += [f"{done.task.kind} {done.task.name}: {m} of layer {n} {got[m, n]} times, expected {want[m, n]}"
                     for m, n in sorted({*want, *got}) if got[m, n] != want[m, n]]  # fmt: skip
-    return _gate("gate.called", "calls of the backend", calls, odd)
+    return _gate("gate.called", "calls of the backend", calls, odd, "inconclusive")
 
 
 def _native_gate(j: Judged) -> Check:
@@ -262,7 +268,7 @@ def controls_of(j: Judged) -> list[Control]:
     """One line a fault: detected only if every prefix saw it; ratio: the least over the prefixes of the largest
     multiple of what the published envelope allows."""
     controls = []
-    for fault in ENGINE_FAULTS.values():
+    for fault in reached_faults(j.found.head):
         seen = [_seen(j, done, trace) for done, trace in j.found.controls if done.task.name == fault.id]
         hits = [(by, ratio) for by, ratio in seen if by]
         detected = bool(seen) and len(hits) == len(seen)

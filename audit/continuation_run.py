@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -48,7 +48,8 @@ _stack: Stack | None = None
 class Task:
     """One piece of work. kind: a key of `_WORK`; name: of an arm, fault or schedule; scripts that it plays; trace: file
     to write snapshots to; native: file of arm A's prompts, where states are imported; record: folder for a recording,
-    which `backend` judges. tokens: of a drift; prompts: of a calibration, with `tokens` as its seed."""
+    which `backend` judges. tokens, model: length of a drift and folder of the weights; prompts: of a calibration, with
+    `tokens` as its seed."""
 
     kind: str
     name: str
@@ -58,6 +59,7 @@ class Task:
     record: str = ""
     backend: str = ""
     tokens: int = 0
+    model: str = ""
     prompts: tuple[tuple[int, ...], ...] = ()
 
 
@@ -113,7 +115,7 @@ def work(task: Task, stack: Stack) -> Done:
     if task.kind == "native":
         save_trace(native_trace(stack, task.scripts, ARMS[task.name]), Path(task.trace))
     elif task.kind == "drift":
-        done.drift = measure_drift(stack, task.name, task.scripts[0].prompt, task.tokens)
+        done.drift = measure_drift(stack, task.model, task.scripts[0].prompt, task.tokens)
     elif task.kind == "calibration":
         done.spread = measure_spread(stack, task.prompts, task.tokens)
     else:
@@ -171,31 +173,39 @@ def collect(
 
     early: tasks that import nothing; late: those that import arm A's states. folder: empty, for traces and recordings.
     """
-    texts = [c.prompt for c in plan]
     with _pool(spec, workers) as pool:
-        parts = [pool.submit(_harvest, plan[i::workers], texts) for i in range(workers)]
-        by_name = {s.name: s for part in parts for s in part.result()}
-        found = Found([by_name[c.name] for c in plan], layers=_layers(stack), head=stack.head is not None)
-        first = [pool.submit(_work, t) for t in early(found.scripts, folder)]
-        reference = native_trace(stack, found.scripts, ARMS["A"])
-        found.pids["A"] = os.getpid()
-        save_trace({name: snapshots[:1] for name, snapshots in reference.items()}, folder / PROMPTS_FILE)
-        rest = [pool.submit(_work, t) for t in late(found.scripts, folder)]
-        _gather(found, reference, [*first, *rest])
+        found = Found(_harvested(pool, plan), layers=_layers(stack), head=stack.head is not None)
+        first, then = early(found.scripts, folder), late(found.scripts, folder)
+        with Progress(len(first) + len(then) + 1, "continuation") as progress:
+            futures = [pool.submit(_work, task) for task in first]
+            reference = native_trace(stack, found.scripts, ARMS["A"])
+            found.pids["A"] = os.getpid()
+            progress.advance(note="native A")
+            save_trace({name: snapshots[:1] for name, snapshots in reference.items()}, folder / PROMPTS_FILE)
+            for future in as_completed([*futures, *(pool.submit(_work, task) for task in then)]):
+                done = future.result()
+                _sort(found, reference, done)
+                progress.advance(note=f"{done.task.kind} {done.task.name}".strip())
     return found
+
+
+def _harvested(pool: ProcessPoolExecutor, plan: Sequence[Course]) -> list[Script]:
+    """The scripts of the courses, in order; courses of one prompt go together, so that it is fed once."""
+    texts = [c.prompt for c in plan]
+    by_prompt: dict[tuple[int, ...], list[Course]] = {}
+    for course in plan:
+        by_prompt.setdefault(course.prompt, []).append(course)
+    scripts: dict[str, Script] = {}
+    with Progress(len(by_prompt), "harvest") as progress:
+        for future in as_completed([pool.submit(_harvest, part, texts) for part in by_prompt.values()]):
+            scripts |= {s.name: s for s in future.result()}
+            progress.advance()
+    return [scripts[c.name] for c in plan]
 
 
 def _layers(stack: Stack) -> tuple[int, int]:
     pools = stack.model.empty_pools(stack.backend.contract, 1, 1)
     return pools.recurrent.shape[0], pools.cache.k.shape[0]
-
-
-def _gather(found: Found, reference: Trace, futures: Sequence[Future[Done]]) -> None:
-    with Progress(len(futures), "continuation") as progress:
-        for future in as_completed(futures):
-            done = future.result()
-            _sort(found, reference, done)
-            progress.advance(note=f"{done.task.kind} {done.task.name}".strip())
 
 
 def _sort(found: Found, reference: Trace, done: Done) -> None:

@@ -195,3 +195,8 @@ ENGINE_FAULTS: dict[str, EngineFault] = {
         ),
     )
 }  # fmt: skip
+
+
+def reached_faults(head: bool) -> list[EngineFault]:
+    """Those that a model with a draft head, or without one, can show."""
+    return [f for f in ENGINE_FAULTS.values() if head or f.drafter is DrafterState]

@@ -193,10 +193,13 @@ class Decoder:
         return chunk(state.tokens[state.committed : state.committed + size])
 
     def _draft_request(self, state: Running) -> DraftRequest:
-        assert state.hidden is not None, "a request that has emitted has committed its prompt"
+        hidden = state.hidden
+        if hidden is None:  # without a head nobody reads it
+            assert self.drafter is None, "a request that has emitted has committed its prompt"
+            hidden = torch.zeros(self.stack.model.hidden_size, dtype=torch.bfloat16, device=self.stack.model.device)
         return DraftRequest(
             tokens=state.array(),
-            hidden=state.hidden,
+            hidden=hidden,
             pages=page_table([state.lease], self.width)[0],
             scratch=state.lease.scratch,
             depth=state.left - 1,

@@ -176,19 +176,34 @@ def outcome(found: Found) -> Any:
     return next(d.outcome for d in found.outcomes if d.task.kind == "cold")
 
 
-GATES: dict[str, Callable[[Found], None]] = {
-    "gate.inputs": lambda f: outcome(f).account.wrong.append("tokens of row 3"),
-    "gate.import": lambda f: outcome(f).readback.append("cold/p0: R"),
-    "gate.elsewhere": lambda f: outcome(f).touched.append("conv in cycle 2"),
-    "gate.called": lambda f: outcome(f).account.calls.update({("gdn_verify", 0): 1}),
-    "gate.prompt": lambda f: differ(f, "candidate", "repeat/p0", -1, "gdn", 0, 1e-9),
+GATES: dict[str, tuple[Callable[[Found], None], str]] = {
+    "gate.inputs": (lambda f: outcome(f).account.wrong.append("tokens of row 3"), "INCONCLUSIVE"),
+    "gate.import": (lambda f: outcome(f).readback.append("cold/p0: R"), "INCONCLUSIVE"),
+    "gate.called": (lambda f: outcome(f).account.calls.update({("gdn_verify", 0): 1}), "INCONCLUSIVE"),
+    "gate.elsewhere": (lambda f: outcome(f).touched.append("conv in cycle 2"), "FAIL"),
+    "gate.drafts": (lambda f: outcome(f).drafts.append("cold/p0 cycle 2 row 3"), "FAIL"),
+    "gate.prompt": (lambda f: differ(f, "candidate", "repeat/p0", -1, "gdn", 0, 1e-9), "FAIL"),
 }
 
 
 @pytest.mark.parametrize("gate", GATES)
-def test_integrity_gates_fail_the_run(gate: str, run: continuation.Run, options: Options) -> None:
-    report = changed(run, options, GATES[gate])
-    assert report.verdict == "FAIL" and [c.id for c in report.checks if c.status == "fail"] == [gate]
+def test_without_integrity_there_is_no_pass(gate: str, run: continuation.Run, options: Options) -> None:
+    change, verdict = GATES[gate]
+    report = changed(run, options, change)
+    assert report.verdict == verdict
+    assert [c.id for c in report.checks if c.status in ("fail", "inconclusive")] == [gate]
+
+
+def test_a_model_without_a_head_is_judged_on_what_it_has(run: continuation.Run, options: Options) -> None:
+    def headless(found: Found) -> None:
+        found.head = False
+        for compared in found.compared["candidate"].values():
+            for cycle in compared:
+                cycle.apart["drafter"] = Apart("drafter", 0.0, 0, 0)
+
+    report = changed(run, options, headless)
+    assert report.verdict == "PASS" and len(report.controls) == 7
+    assert not {"continue.drafter", "gate.drafts"} & {c.id for c in report.checks}
 
 
 def test_a_recording_with_another_verdict_than_live_is_a_finding(run: continuation.Run, options: Options) -> None:

@@ -61,6 +61,15 @@ def test_every_surface_of_every_cycle_is_that_of_plain_decoding(cold: list[Scrip
     assert outcome.account.calls == expected_calls(2, 1, 4)
 
 
+def test_a_model_without_a_head_continues_on_every_other_surface(cold: list[Script]) -> None:
+    headless = replace(toy(), head=None)
+    native = native_trace(headless, cold[:1], ARMS["A"])
+    outcome = play_cold(headless, cold[0], native)
+    found = cells(cold[:1], outcome.trace, native)
+    assert all(c.bitwise for c in found) and not any(c.candidate.apart["drafter"].cells for c in found)
+    assert outcome.drafted == 0
+
+
 def test_native_arms_agree_whatever_the_layout(cold: list[Script], native: Trace) -> None:
     for arm in ("V", "P"):
         compared = against(native, native_trace(toy(), cold, ARMS[arm]), cold)
