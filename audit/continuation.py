@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from audit import continuation_report as render
+from audit.continuation_facts import facts_of, frame_records
 from audit.continuation_harvest import BATCH_SCRIPTS, courses
-from audit.continuation_judge import Cell, cells_of
+from audit.continuation_judge import Cell, Judged, cells_of
 from audit.continuation_native import ARMS
 from audit.continuation_plan import Script
 from audit.continuation_run import PROMPTS_FILE, Found, Task, collect, workspace
@@ -134,7 +135,7 @@ def finished(options: Options, stack: Stack, found: Found, started: float) -> Ru
     contract = stack.backend.contract
     bitwise = contract.claims == "bitwise" and not contract.algebra
     main = [s for s in found.scripts if s.kind in ("cold", "repeat", "resumed")]
-    judged = render.Judged(
+    judged = Judged(
         found,
         bitwise,
         list(cells_of(main, found.compared["candidate"], found.compared)),
@@ -144,7 +145,7 @@ def finished(options: Options, stack: Stack, found: Found, started: float) -> Ru
     checks, controls = render.checks_of(judged), render.controls_of(judged)
     coverage = render.coverage_of(stack)
     verdict, reasons = decide(checks, controls, coverage, doubts=render.doubts_of(judged))
-    facts = render.facts_of(judged)
+    facts = facts_of(judged)
     report = Report(
         verdict=verdict,
         reasons=reasons,
@@ -165,7 +166,7 @@ def finished(options: Options, stack: Stack, found: Found, started: float) -> Ru
         warnings=tuple(render.warnings_of(judged)),
         created=environment()["date"],
     )
-    return Run(report, cells_frame(render.frame_records(judged)), found)
+    return Run(report, cells_frame(frame_records(judged)), found)
 
 
 def _batch_cells(found: Found) -> list[Cell]:

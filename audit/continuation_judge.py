@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from audit.continuation_distance import SURFACES, Apart, Compared
 from audit.continuation_plan import Script
 from audit.continuation_rules import envelope, envelope_ratio, greedy_holds, within_bitwise
+from audit.continuation_run import Found
 
 NATIVE = ("B", "V", "P")
 #: Script -> behind its prompt and each cycle, one arm against A.
@@ -108,3 +109,25 @@ def first_wrong(cells: Sequence[Cell], *, bitwise: bool) -> list[tuple[Cell, Apa
             seen.add(cell.script.name)
             found += [(cell, apart) for apart in sorted(wrong, key=lambda a: SURFACES.index(a.surface))]
     return found
+
+
+def where(cell: Cell) -> str:
+    """Schedule and cycle in words."""
+    return f"{cell.script.name} cycle {cell.cycle}" if cell.cycle >= 0 else f"{cell.script.name} prompt"
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A run in cells. bitwise: the rule in force. main: cycles of the three schedules; prompts: behind their prompts;
+    batch: of the batch of four."""
+
+    found: Found
+    bitwise: bool
+    main: list[Cell]
+    prompts: list[Cell]
+    batch: list[Cell]
+
+    @property
+    def rung(self) -> str:
+        """Name of the rule in force."""
+        return "bitwise" if self.bitwise else "envelope"

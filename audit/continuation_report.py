@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from audit.continuation_distance import SURFACES, Apart
-from audit.continuation_judge import Cell, Totals, cells_of, first_wrong, native_totals, total
+from audit.continuation_facts import heldout_units
+from audit.continuation_judge import Cell, Judged, Totals, cells_of, first_wrong, native_totals, total, where
 from audit.continuation_plan import KINDS, uncovered
-from audit.continuation_rules import FACTOR, FLOORS, envelope_ratio, exceeding, unit, within_bitwise
-from audit.continuation_run import Done, Found
+from audit.continuation_rules import FACTOR, envelope_ratio, exceeding, within_bitwise
+from audit.continuation_run import Done
 from audit.continuation_watch import expected_calls
 from audit.report import Check, Control, Finding
 from faults.continuation import reached_faults
@@ -31,23 +31,6 @@ TITLES = {
 }
 #: Findings kept.
 KEPT = 16
-
-
-@dataclass(frozen=True)
-class Judged:
-    """A run in cells. bitwise: the rule in force. main: cycles of the three schedules; prompts: behind their prompts;
-    batch: of the batch of four."""
-
-    found: Found
-    bitwise: bool
-    main: list[Cell]
-    prompts: list[Cell]
-    batch: list[Cell]
-
-    @property
-    def rung(self) -> str:
-        """Name of the rule in force."""
-        return "bitwise" if self.bitwise else "envelope"
 
 
 def checks_of(j: Judged) -> list[Check]:
@@ -74,7 +57,7 @@ def _surface_check(j: Judged, id_: str, title: str, surface: str, t: Totals) -> 
     note = ""
     if t.wrong:
         cell, apart = t.wrong[0]
-        note = f"{len(t.wrong)} cycles outside, first {_where(cell)}" + _layer(apart)
+        note = f"{len(t.wrong)} cycles outside, first {where(cell)}" + _layer(apart)
     status = "inconclusive" if not t.cells else "fail" if t.wrong else "pass"
     bound = "same bits" if j.bitwise else f"{FACTOR:g} R"
     return Check(id_, title, surface, j.rung, status, t.cells, t.bitwise, t.worst, bound, note or _empty(t))
@@ -82,10 +65,6 @@ def _surface_check(j: Judged, id_: str, title: str, surface: str, t: Totals) -> 
 
 def _empty(t: Totals) -> str:
     return "" if t.cells else "no cycle was compared"
-
-
-def _where(cell: Cell) -> str:
-    return f"{cell.script.name} cycle {cell.cycle}" if cell.cycle >= 0 else f"{cell.script.name} prompt"
 
 
 def _layer(apart: Apart) -> str:
@@ -123,12 +102,6 @@ def _envelope_check(j: Judged) -> Check:
     )
 
 
-def heldout_units(j: Judged) -> list[dict[str, float]]:
-    """One unit a held-out prefix: the cold schedule, as long as a calibration's."""
-    names = dict.fromkeys(c.script.name for c in j.main if c.script.kind == "cold")
-    return [unit([c.candidate.apart for c in j.main if c.script.name == name]) for name in names]
-
-
 def _calibrated_checks(j: Judged) -> list[Check]:
     if j.found.spread is None:
         return []
@@ -159,7 +132,7 @@ def _gates(j: Judged) -> list[Check]:
     """Integrity: without these a comparison would mean nothing."""
     runs = [d.outcome for d in j.found.outcomes if d.outcome is not None]
     prompt = [(c, a) for c in j.prompts for a in c.candidate.apart.values()]
-    odd = [f"{_where(c)}: {a.surface}" for c, a in prompt if not _same(j, c, a)]
+    odd = [f"{where(c)}: {a.surface}" for c, a in prompt if not _same(j, c, a)]
     wrong = [w for r in runs for w in r.account.wrong]
     touched = [t for r in runs for t in r.touched]
     readback = [b for r in runs for b in r.readback]
@@ -302,7 +275,7 @@ def findings_of(j: Judged, reproduce: str) -> list[Finding]:
     wrong = first_wrong([*j.prompts, *j.main, *j.batch], bitwise=j.bitwise)
     found = [
         Finding(
-            f"continue.{a.surface}", _where(c), reproduce, layer=a.layer if a.layer >= 0 else None,
+            f"continue.{a.surface}", where(c), reproduce, layer=a.layer if a.layer >= 0 else None,
             row=c.script.cycles[c.cycle].end if c.cycle >= 0 else None,
             got=f"{a.part}: {a.elements} of {a.of} elements, distance {a.distance:.3g}",
             allowed="same bits" if j.bitwise else FACTOR * c.r(a.surface),
@@ -341,62 +314,3 @@ def warnings_of(j: Judged) -> list[str]:
     if weak:
         return [f"the published envelope alone would let through: {', '.join(weak)}"]
     return []
-
-
-def facts_of(j: Judged) -> dict[str, Any]:
-    """Everything that a reader of the report may ask for by name, as plain data."""
-    greedy = [c for c in j.main if c.candidate.greedy.same]
-    native = native_totals([*j.main, *j.batch])
-    facts: dict[str, Any] = {
-        "cycles": len(j.main),
-        "cycles_bitwise": sum(c.bitwise for c in j.main),
-        "greedy_same": len(greedy),
-        "batch_cycles": len(j.batch),
-        "ends": {kind: sorted({c.end for s in j.found.scripts if s.kind == kind for c in s.cycles}) for kind in KINDS},
-        "live_ends": sum(c.end == c.live for s in j.found.scripts for c in s.cycles),
-        "native_spread": {s: t.worst for s, t in native.items()},
-        "lets_through": lets_through(j),
-        "pids": dict(j.found.pids),
-        "recorded": j.found.recorded.verdict if j.found.recorded else None,
-    }
-    if j.found.spread is not None:
-        rule, m = j.found.spread.rule(), len(heldout_units(j))
-        facts["calibrated"] = {
-            "n": rule.n, "m": m, "allowed": rule.allowed(m), "alpha": rule.alpha, "false_alarm": rule.false_alarm(m),
-            "bounds": dict(rule.bounds), "exceeding": exceeding(rule, heldout_units(j)),
-        }  # fmt: skip
-    if j.found.drift is not None:
-        facts["drift"] = drift_facts(j.found.drift)
-    return {"continuation": facts}
-
-
-def lets_through(j: Judged) -> dict[str, dict[str, float]]:
-    """Rule -> surface -> largest distance that passes in every cycle: the size of fault that the rule does not see."""
-    cells = [*j.main, *j.batch]
-    published = {s: FACTOR * max([FLOORS[s], *(c.r(s) for c in cells)]) for s in SURFACES}
-    rules = {"bitwise": dict.fromkeys(SURFACES, 0.0), "published": published}
-    return rules | ({} if j.found.spread is None else {"calibrated": dict(j.found.spread.rule().bounds)})
-
-
-def drift_facts(drift: Any) -> dict[str, Any]:
-    """The curves of both arms, layer by layer."""
-    facts: dict[str, Any] = {"same_tokens": drift.same, "cycles": drift.cycles, "differences": list(drift.differences)}
-    for name, curve in (("native", drift.native), ("candidate", drift.candidate)):
-        facts[name] = {
-            "marks": list(curve.marks),
-            "apart": [list(layers) for layers in curve.apart],
-            "tokens": len(curve.tokens),
-            "diverges": curve.diverges,
-            "margin": curve.margin,
-        }
-    return facts
-
-
-def frame_records(j: Judged) -> Iterator[dict[str, Any]]:
-    """One line for each schedule, cycle and surface: distances of the candidate and of the native arms."""
-    for kind, cells in (("main", j.main), ("prompt", j.prompts), ("batch", j.batch)):
-        for cell in cells:
-            for surface, apart in cell.candidate.apart.items():
-                base = {"case": f"{kind} {_where(cell)}", "surface": surface, "layer": apart.layer}
-                yield {**base, "statistic": "distance", "value": apart.distance}
-                yield {**base, "statistic": "x envelope", "value": cell.ratio(surface)}
