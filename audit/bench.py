@@ -1,112 +1,160 @@
-"""Seconds and rows a second of several backends on one layer of a main shape, in one run, so that ratios can be read.
+"""Time, memory and accuracy of backends and published policies in one run, under one rule.
 
-No judgement: a backend's speed means nothing until `lumotree-audit check` has passed it.
+The accuracy columns come from the component audit of the same backend in the same run; a backend whose audit did not
+run gets no speed. A speed without them means nothing: a fast kernel that leaves the bounds is not a fast kernel.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
-from rich.console import Console
 
+from audit.bench_render import Outcome, print_table, write_files
+from audit.bench_time import Ceilings, Timed, measure_ceilings, on_gpu
 from audit.cases import Case
+from audit.component import audit_case
 from audit.environment import environment
-from audit.families import SHAPES, units
+from audit.families import SHAPES, Shape, fitting_shape, units
+from audit.render import check_writable
 from audit.render.progress import Progress
-from audit.stage import Stage
+from audit.suite import check_device
+from audit.tally import Tallies, judged
 from lumotree.backends.loader import load_backend
 from lumotree.errors import InputError
 
+POLICIES = ("weaver", "treewy", "treewy_tf32", "specla", "snapshot_chain")
+ON_CPU = ("torch", "reference", "bank", *POLICIES)
+ON_GPU = ("cuda", "triton", "bank_walk", "torch", "reference", "bank", *POLICIES)
+PEERS = ("sglang", "tokenspeed", "tokenspeed-replay", "fla", "transformers")
+GPU_LAYERS = 48
+#: Checks that make the accuracy columns: outputs and published states, as claimed and against float64.
+_BITS = ("gdn.out.bitwise", "gdn.state.bitwise")
+_DERIVED = ("gdn.out.derived", "gdn.state.derived")
+
 
 @dataclass(frozen=True)
-class Timing:
-    """Median seconds of one layer's GDN: verify all rows, publish the longest path, and rows a second of each."""
+class Options:
+    """What to run. backends None: what suits the device; layers None: 48 on a GPU, 1 on a CPU."""
 
-    backend: str
-    rows: int
-    path: int
-    verify_s: float
-    publish_s: float
-
-
-def time_backend(name: str, shape: str, device: str, repeat: int) -> Timing:
-    """Time one backend on the first held-out unit of a shape; one thread, so that backends compare."""
-    backend = load_backend(name)
-    case = Case(units(SHAPES[shape], "heldout", 1, sets=1, instances=1)[0], backend.contract, device)
-    stage = Stage(backend, case, ["gdn"])
-    tree = case.trees[0]
-    path = tree.path(max(tree.leaves, key=lambda row: int(tree.depth[row])))
-    stage.verify()
-    out, ops = stage.out[0]["gdn"], stage.operands("gdn", 0)
-    verify = _median(lambda: stage.run_verify("gdn", 0, ops, case.batch, out), stage.reset, device, repeat)
-    stage.reset()
-    stage.verify()
-    publish = _median(lambda: stage.publish([path]), stage.rewind, device, repeat)
-    return Timing(name, len(tree.active_rows), len(path), verify, publish)
+    backends: tuple[str, ...] | None = None
+    shape: str = "27B"
+    device: str = "cpu"
+    repeat: int = 5
+    batch: int = 1
+    layers: int | None = None
+    units: int = 1
+    seed: int = 1
+    report: str | None = None
+    command: str = "lumotree-audit bench"
 
 
-def _median(work: Callable[[], None], prepare: Callable[[], None], device: str, repeat: int) -> float:
-    times = []
-    for _ in range(repeat + 1):
-        prepare()
-        _finish(device)
-        start = time.perf_counter()
-        work()
-        _finish(device)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
-
-
-def _finish(device: str) -> None:
-    if torch.device(device).type == "cuda":
-        torch.cuda.synchronize()
-
-
-def run_bench(backends: Sequence[str], shape: str, device: str, repeat: int) -> int:
-    """Time the backends and print one line each. Raises InputError for an unknown shape."""
-    if shape not in SHAPES:
-        raise InputError(f"--shape: expected one of {', '.join(SHAPES)}, got {shape!r}")
+def run_bench(options: Options) -> int:
+    """Audit and time every backend, print the table, write the files. Returns 0; raises InputError for bad input."""
+    if options.shape not in SHAPES:
+        raise InputError(f"--shape: expected one of {', '.join(SHAPES)}, got {options.shape!r}")
+    check_device(options.device)
+    if options.report:
+        check_writable(options.report)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    if not on_gpu(options.device):
+        torch.set_num_threads(1)
     try:
-        with Progress(len(backends), "bench") as progress:
-            timings = []
-            for name in backends:
-                timings.append(time_backend(name, shape, device, repeat))
-                progress.advance(note=name)
+        ceilings = measure_ceilings(options.device)
+        outcomes = _all(options, ceilings)
     finally:
         torch.set_num_threads(threads)
-    _print(timings, shape, device, repeat)
-    if torch.device(device).type == "cpu":
-        _print_fuzz(backends)
+    facts = {**environment(), "command": options.command, **asdict(ceilings), "options": asdict(options)}
+    print_table(outcomes, facts)
+    if options.report:
+        write_files(Path(options.report), outcomes, facts)
     return 0
 
 
-def _print_fuzz(backends: Sequence[str]) -> None:
-    """Programs a second of `lumotree-audit fuzz`, which runs on a CPU."""
-    from audit.fuzz import programs_per_second  # needs Hypothesis, which timing kernels does not
+def _all(options: Options, ceilings: Ceilings) -> list[Outcome]:
+    named = options.backends is not None
+    default = (*(ON_GPU if on_gpu(options.device) else ON_CPU), *PEERS)
+    names = options.backends if options.backends is not None else default
+    outcomes = []
+    with Progress(len(names), "bench") as progress:
+        for name in names:
+            try:
+                backend = load_backend(name)
+            except InputError as refusal:
+                if named:
+                    raise
+                outcomes.append(Outcome(name, refused=f"not installed: {refusal}"))
+            else:
+                outcomes.append(_one(name, backend, options, ceilings))
+            progress.advance(note=name)
+    return outcomes
 
-    out = Console(width=80, highlight=False)
-    out.print("fuzz programs a second at the smallest shape (and a second of processor time)")
-    for name in backends:
-        if getattr(load_backend(name), "interpreted", False):
-            out.print(f"{name:12}   not timed: it runs under an interpreter here")
-            continue
-        clock, cpu = programs_per_second(name)
-        out.print(f"{name:12}{clock:11.0f} ({cpu:.0f})")
+
+def _one(name: str, backend: Any, options: Options, ceilings: Ceilings) -> Outcome:
+    try:
+        shape = fitting_shape(SHAPES[options.shape], backend.contract)
+        tallies = _audit(backend, shape, options)
+        audited = _accuracy(name, backend, tallies, shape)
+        if getattr(backend, "interpreted", False) and not on_gpu(options.device):
+            return replace(audited, refused="interpreted here: a speed would be the interpreter's")
+        return _time(audited, backend, shape, options, ceilings)
+    except InputError as refusal:
+        return Outcome(name, refused=f"the audit or the timing did not run: {refusal}")
 
 
-def _print(timings: Sequence[Timing], shape: str, device: str, repeat: int) -> None:
-    out, facts, first = Console(width=80, highlight=False), environment(), timings[0]
-    where = facts["gpu"] if torch.device(device).type == "cuda" else f"{facts['processor']}, one thread"
-    out.print(f"GDN of one layer, {shape} {SHAPES[shape].tree}, {where}, torch {facts['torch']}")
-    out.print(f"{'backend':12}{'verify ms':>11}{'rows/s':>9}{'x':>7}{'publish ms':>13}{'rows/s':>9}{'x':>7}")
-    for t in timings:
-        verify = f"{1e3 * t.verify_s:11.2f}{t.rows / t.verify_s:9.0f}{first.verify_s / t.verify_s:7.2f}"
-        publish = f"{1e3 * t.publish_s:13.3f}{t.path / t.publish_s:9.0f}{first.publish_s / t.publish_s:7.2f}"
-        out.print(f"{t.backend:12}{verify}{publish}")
-    out.print(f"x: speed relative to {first.backend}; median of {repeat}; {first.rows} rows, path of {first.path}")
+def _audit(backend: Any, shape: Shape, options: Options) -> Tallies:
+    tallies = Tallies()
+    for spec in units(shape, "heldout", options.seed, sets=1, instances=options.units):
+        tallies.merge(audit_case(backend, replace(spec, control=False), options.device).tallies)
+    if not all(tallies[check].cells for check in _DERIVED):
+        raise InputError(f"{backend.name}: the component audit saw no cell of gdn")
+    return tallies
+
+
+def _accuracy(name: str, backend: Any, tallies: Tallies, shape: Shape) -> Outcome:
+    failed = [t for t in tallies.failures("gdn") if judged(t.check, backend.contract)]
+    counted = [t for t in failed if t.check in _DERIVED]
+    cells = sum(tallies[check].cells for check in _BITS)
+    return Outcome(
+        name,
+        claims=backend.contract.claim("gdn"),
+        tree=shape.tree,
+        cells=sum(tallies[check].cells for check in _DERIVED),
+        outside=sum(t.failed for t in counted),
+        outside_checks=tuple(t.check for t in failed),
+        worst=max(tallies[check].worst or 0.0 for check in _DERIVED),
+        worst_state=tallies["gdn.state.derived"].worst or 0.0,
+        bitwise=sum(tallies[check].bitwise for check in _BITS) / cells if cells else 0.0,
+    )
+
+
+def _time(audited: Outcome, backend: Any, shape: Shape, options: Options, ceilings: Ceilings) -> Outcome:
+    layers = options.layers or (GPU_LAYERS if on_gpu(options.device) else 1)
+    unit = units(shape, "heldout", options.seed, sets=1, instances=1)[0]
+    spec = replace(
+        unit, id=f"bench/{audited.backend}", dims=replace(unit.dims, layers=layers), trees=unit.trees * options.batch,
+        prefixes=unit.prefixes * options.batch, unit=False, control=False,
+    )  # fmt: skip
+    timed = Timed(backend, Case(spec, backend.contract, options.device), options.device)
+    rows = max(len(p) for p in timed.longest)
+    verify, publish = timed.clocks(rows, options.repeat)
+    lengths = sorted({1, (rows + 1) // 2, rows})
+    by_length = {n: timed.clocks(n, options.repeat)[1].median if n != rows else publish.median for n in lengths}
+    work = timed.work(rows)
+    floors = [w.floor_ms(ceilings) for w in work]
+    buffers = timed.named_bytes()
+    return replace(
+        audited,
+        mode=timed.mode,
+        batch=options.batch,
+        layers=layers,
+        path=rows,
+        verify=verify,
+        publish=publish,
+        publish_by_length=by_length,
+        buffers=buffers,
+        work=work,
+        floors=(floors[0], floors[1]),
+    )

@@ -9,7 +9,17 @@ import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from audit import __version__, clean_cli, continuation_cli, decode_cli, diagnose_cli, faults_cli, fuzz_cli, others_cli
+from audit import (
+    __version__,
+    bench_cli,
+    clean_cli,
+    continuation_cli,
+    decode_cli,
+    diagnose_cli,
+    faults_cli,
+    fuzz_cli,
+    others_cli,
+)
 
 if TYPE_CHECKING:
     from audit.sampler import Options as SamplerOptions
@@ -51,11 +61,7 @@ def parser() -> argparse.ArgumentParser:
     clean_cli.register(commands)
     diagnose_cli.register(commands)
     others_cli.register(commands)
-    bench = commands.add_parser("bench", help="seconds and rows a second: reference, bank, path-parallel")
-    bench.add_argument("--shape", default="27B", help="main shape: 27B, tiny or micro")
-    bench.add_argument("--device", default="cpu", help="torch device")
-    bench.add_argument("--repeat", type=_positive, default=5, help="timed repetitions; the median is printed")
-    bench.add_argument("--backends", default="reference,bank,torch", help="comma-separated backends")
+    bench_cli.register(commands)
     commands.add_parser("backends", help="list the backends that are known by name")
     commands.add_parser("samplers", help="list the samplers that are known by name")
     return top
@@ -138,10 +144,6 @@ def _run(args: argparse.Namespace, command: str) -> int:
 
         print("\n".join(known_backends()))
         return 0
-    if args.command == "bench":
-        from audit.bench import run_bench
-
-        return run_bench(args.backends.split(","), args.shape, args.device, args.repeat)
     if args.command == "samplers":
         from lumotree.backends.sampler_loader import known_samplers
 

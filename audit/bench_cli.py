@@ -1,0 +1,44 @@
+"""`lumotree-audit bench`: arguments, kept apart so that `--help` does not wait for torch."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+
+def register(commands: Any) -> None:
+    """Add the command."""
+    bench = commands.add_parser(
+        "bench",
+        help="time, memory and accuracy of backends and published policies in one table",
+        description="Verify and publish of Gated DeltaNet for each backend: milliseconds, bytes, distance to the "
+        "floor, and how many cells leave the bounds. No speed is printed for a backend whose audit did not run.",
+    )
+    bench.add_argument("--shape", default="27B", help="main shape: 27B, tiny or micro (default 27B)")
+    bench.add_argument("--device", default="cpu", help="torch device (default cpu)")
+    bench.add_argument("--backends", default=None, metavar="NAMES", help="comma-separated (default: what suits the "
+                       "device, and the peers that are installed)")  # fmt: skip
+    bench.add_argument("--repeat", type=_positive, default=5, help="timed repetitions; medians are printed (default 5)")
+    bench.add_argument("--batch", type=_positive, default=1, help="requests, each with a tree of its own (default 1)")
+    bench.add_argument("--layers", type=_positive, default=None, help="layers timed (default 48 on a GPU, 1 on a CPU)")
+    bench.add_argument("--units", type=_positive, default=1, help="audited layer instances (default 1)")
+    bench.add_argument("--seed", type=int, default=1, help="seed of every draw (default 1)")
+    bench.add_argument("--report", default=None, metavar="DIR", help="write bench.json, bench.md and bench.svg there")
+    bench.set_defaults(run=_run)
+
+
+def _positive(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected an integer >= 1, got {text!r}")
+    return int(text)
+
+
+def _run(args: argparse.Namespace, command: str) -> int:
+    from audit.bench import Options, run_bench
+
+    names = None if args.backends is None else tuple(args.backends.split(","))
+    options = Options(
+        names, args.shape, args.device, args.repeat, args.batch, args.layers, args.units, args.seed, args.report,
+        command,
+    )  # fmt: skip
+    return run_bench(options)
