@@ -157,4 +157,6 @@ def _time(audited: Outcome, backend: Any, shape: Shape, options: Options, ceilin
         buffers=buffers,
         work=work,
         floors=(floors[0], floors[1]),
+        state_bytes=4 * options.batch * layers * unit.dims.hv * unit.dims.dv * unit.dims.dk,
+        factor_bytes=4 * options.batch * layers * unit.dims.hv * (unit.dims.dv + unit.dims.dk + 1),
     )

@@ -12,6 +12,7 @@ from xml.sax.saxutils import escape
 
 from rich.console import Console
 
+from audit.bench_replay import Model, table
 from audit.bench_time import Clock, Work
 from audit.files import write_atomically
 
@@ -25,7 +26,8 @@ class Outcome:
     cells: outputs and states held against float64; outside: those beyond the derived bound; outside_checks: all judged
     checks with a cell outside; worst: largest error over bound; bitwise: share of outputs and states equal to the
     backend's own chain. Times in ms of all layers and requests; buffers: bytes of each tensor of the workspace; work,
-    floors: of verify and publish; publish_by_length: ms by accepted rows.
+    floors: of verify and publish; publish_by_length: ms by accepted rows; state_bytes, factor_bytes: of all layers and
+    requests, a state and one row's k, u and decay in fp32.
     """
 
     backend: str
@@ -48,6 +50,8 @@ class Outcome:
     buffers: Mapping[str, int] = field(default_factory=dict)
     work: tuple[Work, Work] | None = None
     floors: tuple[float, float] | None = None
+    state_bytes: int = 0
+    factor_bytes: int = 0
 
     @property
     def total_ms(self) -> float | None:
@@ -144,6 +148,7 @@ def markdown(outcomes: Sequence[Outcome], facts: Mapping[str, Any]) -> str:
         if o.publish_by_length:
             row = [f"{o.publish_by_length[n]:.4g}" if n in o.publish_by_length else "-" for n in lengths]
             lines.append(f"| {o.backend} | " + " | ".join(row) + " |")
+    lines += replay_section(outcomes, float(facts.get("bytes_s", 0.0)))
     lines += ["", "## Largest named buffers, MiB", ""]
     for o in outcomes:
         named = ", ".join(f"{name} {size / MIB:,.1f}" for name, size in list(o.buffers.items())[:4])
@@ -151,6 +156,20 @@ def markdown(outcomes: Sequence[Outcome], facts: Mapping[str, Any]) -> str:
             lines.append(f"* {o.backend}: {named}")
     lines += ["", "## Run", "", *(f"* {name}: {value}" for name, value in facts.items())]
     return "\n".join(lines) + "\n"
+
+
+def replay_section(outcomes: Sequence[Outcome], bytes_s: float) -> list[str]:
+    """When replay pays, for the fastest bitwise backend that replays; empty when none was timed at two lengths."""
+    able = [o for o in outcomes if o.claims == "bitwise" and len(o.publish_by_length) > 1 and o.work and bytes_s]
+    # A bank's publication does not grow with the path: only what replays is asked.
+    able = [o for o in able if not any("bank" in name or "recurrent" in name for name in o.buffers)]
+    if not able:
+        return []
+    best = min(able, key=lambda o: o.total_ms or math.inf)
+    model = Model(best.state_bytes, best.factor_bytes, bytes_s, best.publish_by_length)
+    lengths = sorted({*best.publish_by_length, 4, 8})
+    intro = f"Replay measured on {best.backend}, the rest modelled from bytes at the measured copy rate; ms."
+    return ["", "## When does replay pay?", "", intro, "", *table(model, lengths, (8, 32, 128))]
 
 
 def picture(outcomes: Sequence[Outcome]) -> str:
