@@ -27,10 +27,6 @@ from lumotree.backends.protocol import SURFACES
 from lumotree.contract import Dims
 from lumotree.errors import InputError
 
-#: Backends that claim bits, and correct kernels that do not have them in common with our one-token step.
-BITWISE = ("torch", "reference", "bank")
-OTHERS = ("split_k", "sqrt_norm", "kv_layout", "wy")
-
 #: First word of a clean case's seed entropy, apart from every other family's.
 STREAM = 404
 
