@@ -85,15 +85,14 @@ def spill_states(found: Spec, rows: int) -> int:
 
 
 def allocate_spill(dims: Dims, limits: Limits, device: torch.device) -> Tensor:
-    """fp32 `[states, elements]`; compiles the kernels, so that nothing has to be compiled under a graph."""
-    elements = states = 0
-    for use in _TILES:
-        for vector in {False, _vectorisable(dims.dk, dims.dv)}:
-            found = spec(use, dims.hk, dims.hv, dims.dk, dims.dv, vector, device)
-            kernel(found, device)
-            if found.mode == "verify":
-                elements = max(elements, found.blocks * found.state_bytes // 4)
-                states = max(states, spill_states(found, limits.rows))
+    """fp32 `[states, elements]`; compiles the kernels that batches of this size use, so that a later call need not."""
+    shape = (dims.hk, dims.hv, dims.dk, dims.dv, _vectorisable(dims.dk, dims.dv), device)
+    few, many = spec("verify", *shape), spec("verify_many", *shape)
+    crowded = few.blocks * limits.requests > multiprocessors(device)
+    for found in (many if crowded else few, spec("publish", *shape), spec("native", *shape)):
+        kernel(found, device)
+    states = max(spill_states(found, limits.rows) for found in (few, many))
+    elements = max(found.blocks * found.state_bytes // 4 for found in (few, many))
     return torch.zeros((states, elements), dtype=torch.float32, device=device)
 
 
