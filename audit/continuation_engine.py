@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from audit.continuation_watch import Account, Expected, WatchedBackend, WatchedM
 from audit.distance import same_bits
 from audit.guard import poison_
 from faults.continuation import EngineFault
+from lumotree.backends.protocol import Batch, Workspace
 from lumotree.cycle import Decoder
 from lumotree.cycle_types import SavedRequest, Stack, Verified
 from lumotree.decide import Decision, Turn
@@ -26,6 +28,7 @@ from lumotree.drafter_state import DrafterState
 from lumotree.recorder import CycleRecorder, Drafted, Recorder
 from lumotree.requests import Request
 from lumotree.slots import Capacity
+from lumotree.state import Pools
 from lumotree.surfaces import Surfaces
 from lumotree.tree import Tree
 
@@ -124,7 +127,8 @@ class Engine:
         for pool in self.decoder.pools.tensors().values():
             poison_(pool)
         if (cache := self.decoder.draft_cache) is not None:
-            poison_(cache.k), poison_(cache.v)
+            poison_(cache.k)
+            poison_(cache.v)
 
     def _bystander(self, prompt: tuple[int, ...]) -> Surfaces:
         """A request with a prompt of its own, fed and then left alone."""
@@ -246,8 +250,6 @@ class Engine:
             self.outcome.watched += 1
             if not same_bits(now[:, keep], before[name][:, keep]):
                 self.outcome.touched.append(f"{name} in cycle {self.outcome.forwards - 1}")
-        if self.outcome.forwards == 1 or BYSTANDER not in self.decoder.running:
-            return
         apart = self.decoder.surfaces(BYSTANDER).differences(self.beside)
         self.outcome.touched += [f"bystander's {d}" for d in apart[:1]]
 
@@ -262,7 +264,7 @@ class Engine:
         pages = len(lease.pages) * lease.page_size
         return [*lease.flat(first, pages).tolist(), *lease.scratch.tolist()]
 
-    def _begin(self, batch, tokens, pools, ws, backend) -> CycleRecorder:  # type: ignore[no-untyped-def]
+    def _begin(self, batch: Batch, tokens: Tensor, pools: Pools, ws: Workspace, backend: Any) -> CycleRecorder:
         assert self.recorder is not None
         running = {s.lease.slot: s for s in self.decoder.running.values()}
         states = [running[slot] for slot in batch.state_slot.tolist()]

@@ -16,12 +16,9 @@ from torch import Tensor
 
 from audit.guard import poison_
 from lumotree.backends.protocol import SURFACES, Accepted, Batch
-from lumotree.record_file import CycleRecord
 from lumotree.recorder import CycleRecorder
 from lumotree.state import Pools
 from lumotree.tree import Tree
-
-_PUBLISH = {publish for _, publish in SURFACES.values()}
 
 
 @dataclass
@@ -75,7 +72,8 @@ class Expected:
 class WatchedModel:
     """A model whose verifications are checked row by row against what the script demands, and can be recorded.
 
-    cycle: a recording of the cycle that begins; made by whoever sets `expected`.
+    expected: set before each verification; None = not checked. record: begins the recording of a cycle, None = none is
+    made. cycle, accepted: the recording and the accepted paths of the last cycle.
     """
 
     def __init__(self, inner: Any, account: Account) -> None:
@@ -94,7 +92,8 @@ class WatchedModel:
             return self._inner.verify(tokens, batch, pools, ws, backend)
         self.cycle = self.record(batch, tokens, pools, ws, backend)
         forward = self._inner.verify(tokens, batch, pools, ws, self.cycle.watch(backend))
-        self.cycle.verified(hidden=forward.hidden, logits=forward.logits)
+        drafts = self.cycle.drafter is not None
+        self.cycle.verified(hidden=forward.hidden if drafts else None, logits=forward.logits)
         return forward
 
     def publish(self, batch: Batch, accepted: Accepted, pools: Pools, ws: Any, backend: Any) -> None:
@@ -133,6 +132,3 @@ def expected_calls(gdn_layers: int, attention_layers: int, cycles: int) -> Count
     return Counter(
         {(m, layer): cycles for s, methods in SURFACES.items() for m in methods for layer in range(layers[s])}
     )
-
-
-__all__ = ["Account", "CycleRecord", "Expected", "WatchedBackend", "WatchedModel", "expected_calls"]

@@ -172,6 +172,32 @@ def test_a_run_without_power_is_inconclusive(name: str, run: continuation.Run, o
     assert report.verdict == "INCONCLUSIVE" and any(reason in r for r in report.reasons)
 
 
+def test_a_control_that_only_bits_see_is_told_as_one_that_the_envelope_lets_through(
+    run: continuation.Run, options: Options
+) -> None:
+    def weaken(found: Found) -> None:
+        for done, compared in found.controls:
+            if done.task.name == "drafter state not rolled back":
+                for cycle in (c for cycles in compared.values() for c in cycles):
+                    for surface, apart in cycle.apart.items():
+                        cycle.apart[surface] = replace(apart, distance=min(apart.distance, 0.001))
+
+    report = changed(run, options, weaken)
+    control = next(c for c in report.controls if c.fault.startswith("drafter state"))
+    assert report.verdict == "PASS" and control.detected and (control.ratio or 0) < 1
+    assert report.warnings == ("the published envelope alone would let through: drafter state not rolled back.drafter",)
+
+
+def test_a_control_that_the_backend_refuses_is_seen(run: continuation.Run, options: Options) -> None:
+    def refuse(found: Found) -> None:
+        for done, _ in found.controls:
+            if done.task.name == "kv remap off by one":
+                done.refused = "kv_publish: no such page"
+
+    control = next(c for c in changed(run, options, refuse).controls if c.fault.startswith("kv remap"))
+    assert control.detected and control.by == "refused: kv_publish: no such page"
+
+
 def outcome(found: Found) -> Any:
     return next(d.outcome for d in found.outcomes if d.task.kind == "cold")
 

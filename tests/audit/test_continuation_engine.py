@@ -61,10 +61,12 @@ def test_every_surface_of_every_cycle_is_that_of_plain_decoding(cold: list[Scrip
     assert outcome.account.calls == expected_calls(2, 1, 4)
 
 
-def test_a_model_without_a_head_continues_on_every_other_surface(cold: list[Script]) -> None:
+def test_a_model_without_a_head_continues_on_every_other_surface(cold: list[Script], tmp_path: Path) -> None:
     headless = replace(toy(), head=None)
     native = native_trace(headless, cold[:1], ARMS["A"])
-    outcome = play_cold(headless, cold[0], native)
+    outcome = play_cold(headless, cold[0], native, record=tmp_path, backend_name="torch")
+    recorded = judge_dump(DumpOptions(str(tmp_path)))
+    assert recorded.verdict == "PASS" and recorded.coverage["drafter"] == "not covered"
     found = cells(cold[:1], outcome.trace, native)
     assert all(c.bitwise for c in found) and not any(c.candidate.apart["drafter"].cells for c in found)
     assert outcome.drafted == 0
