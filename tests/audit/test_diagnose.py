@@ -46,7 +46,13 @@ def test_the_fault_is_named_by_its_bits(fault: str, known: dict[str, Known]) -> 
 
 
 @pytest.mark.parametrize("fault", ["beta_twice.gdn", "commit_by_depth.gdn"])
-def test_the_fault_is_named_in_a_kernel_that_shares_no_bits_with_ours(fault: str, known: dict[str, Known]) -> None:
+def test_the_fault_is_named_in_a_kernel_that_shares_no_bits_with_ours(
+    fault: str, known: dict[str, Known], monkeypatch: Any
+) -> None:
+    several = [f for f in CATALOGUE.values() if f.surface == "gdn" and not f.knob][
+        ::4
+    ]  # all of them take half a minute
+    monkeypatch.setattr("audit.diagnose.CATALOGUE", {f.id: f for f in [*several, CATALOGUE[fault]]})
     d = found(fault, known, OTHER)
     assert d.how == "distance" and d.base == "torch" and {h.fault for h in d.group} == {fault}
     assert d.group[0].left < 1e-3 and d.near and all(h.left > d.group[0].left for h in d.near)
