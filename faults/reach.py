@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from faults.blind_trees import bends, cut_ring, hidden_by, mask_word, path_heads, row_ring, third_level
 from lumotree.contract import Contract, Dims
 from lumotree.tree import Tree
 
@@ -70,6 +71,27 @@ def _no_involution(s: Scene) -> bool:
     return any(order[order[i]] != i for i in range(len(order)))
 
 
+def _other_mask(s: Scene) -> bool:
+    return any(hidden_by(before, tree) for before, tree in itertools.pairwise(s.trees))
+
+
+def _second_page(s: Scene) -> bool:
+    return s.page_size > 1 and any(t.prefix_len > s.page_size for t in s.trees)
+
+
+def _path_over_pages(s: Scene) -> bool:
+    return any(t.prefix_len // s.page_size < (t.prefix_len + t.max_depth) // s.page_size for t in s.trees)
+
+
+def _ragged_batch(s: Scene) -> bool:
+    count = len(s.trees) + s.padding
+    return len(s.trees) > count // 4 * 4 > 0
+
+
+def _keys(least: int) -> Callable[[Scene], bool]:
+    return lambda s: any(t.prefix_len + t.max_depth + 1 >= least for t in s.trees)
+
+
 NEEDS: dict[str, Need] = {
     "branch": Need("an active row whose parent is not the active row before it", _branches),
     "siblings": Need("two active rows with one parent", _siblings),
@@ -106,5 +128,32 @@ NEEDS: dict[str, Need] = {
     "mid_gates": Need("gates where softplus bends", _regime("mid_gates")),
     "cold": Need("scores far below zero", _regime("cold")),
     "exact": Need("exact-grid operands", _regime("exact")),
+    "depth>=4": Need("a row at depth 4", _deep(4)),
+    "parent lost to a ring of 4": Need(
+        "a row whose parent's place in a ring of 4 rows was taken before it", lambda s: bends(row_ring(4))(s.trees)
+    ),
+    "cut lost to a ring of 2": Need(
+        "a branch whose cut's place in a ring of 2 was taken before it", lambda s: bends(cut_ring(2))(s.trees)
+    ),
+    "ancestor >= 8": Need("a row whose parent is row 8 or later", lambda s: bends(mask_word(8))(s.trees)),
+    "third level": Need("a plan of three levels", lambda s: bends(third_level)(s.trees)),
+    "path of 2": Need(
+        "a path of two rows in a plan", lambda s: any(path_heads(t) != list(range(t.n)) for t in s.trees)
+    ),
+    "other mask": Need("an active row whose number is inactive in the request before", _other_mask),
+    "ragged channels": Need(
+        "more than 16 channels, no multiple of 16",
+        lambda s: s.dims.conv_channels > 16 and s.dims.conv_channels % 16 > 0,
+    ),
+    "second page": Need("committed tokens on a second page of more than one", _second_page),
+    "path over pages": Need("a path that goes on on the next page", _path_over_pages),
+    "ragged batch": Need("more than four requests, no multiple of four", _ragged_batch),
+    "keys>=3": Need("three visible keys", _keys(3)),
+    "ragged keys": Need("key dims that are no multiple of 8", lambda s: s.dims.dk % 8 > 0 and s.dims.dk > 8),
+    "partial rotation": Need("channels that do not rotate", lambda s: s.dims.rotary_dim < s.dims.head_dim),
+    "slot>=65536": Need(
+        "a candidate's KV slot numbered 65,536 or more", lambda s: any(int(t.slots.max()) >= 65536 for t in s.trees)
+    ),
+    "path = history": Need("a path exactly as long as the history", lambda s: _deep(s.dims.conv_width - 2)(s)),
     "empty path": Need("a contract with empty paths", lambda s: s.contract.empty_path),
 }

@@ -21,7 +21,8 @@ class GdnVariant:
     (v - R k), "none" (v). decay_at: "first", or "last" (the update decays too). beta_on: "error", or "value"
     (beta v - R'k). read: "after" the update, "before" it and its decay, "decayed" (without the update). u_bf16,
     keys_bf16: rounded to bf16. state_bits: bits of the state's mantissa that are kept, 23 = all; half: the state goes
-    through fp16. tail: rows of dv that no tile covers.
+    through fp16. tail: rows of dv that no tile covers. norm_tile: the norm sums over whole tiles of so many dims,
+    0 = over all. gate_bf16: a + dt_bias is rounded to bf16. truncated: the output is cut to bf16 instead of rounded.
     """
 
     eps: float = 1e-6
@@ -42,6 +43,9 @@ class GdnVariant:
     state_bits: int = 23
     half: bool = False
     tail: int = 0
+    norm_tile: int = 0
+    gate_bf16: bool = False
+    truncated: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,9 @@ class AttentionVariant:
     scale: "head_dim", "none", "rotary" (head_dim / 2), "twice". shift: whether the largest score is subtracted before
     exp. base2: 2^x for e^x. other_map: query heads are spread over KV heads the other way. own: whether a row sees
     itself. window: last keys that are visible, 0 = all. sink: 1 is added to the denominator. cap: scores are bent to
-    +-cap by tanh, 0 = not. probs_bf16: weights rounded. rotation: "half", "pairs" (interleaved), "none".
+    +-cap by tanh, 0 = not. probs_bf16: weights rounded. rotation: "half", "pairs" (interleaved), "none", "head"
+    (a channel rotates with the one half a head away). from_zero: the running maximum starts at 0. parts: keys are
+    split into parts of so many, each normalised by itself, and the parts averaged; 0 = not. truncated: as for GDN.
     """
 
     scale: str = "head_dim"
@@ -78,6 +84,9 @@ class AttentionVariant:
     cap: float = 0.0
     probs_bf16: bool = False
     rotation: str = "half"
+    from_zero: bool = False
+    parts: int = 0
+    truncated: bool = False
 
 
 Variant = GdnVariant | ConvVariant | AttentionVariant

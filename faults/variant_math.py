@@ -37,6 +37,11 @@ def bf16(x: Tensor) -> Tensor:
     return x.to(torch.bfloat16).to(torch.float32)
 
 
+def cut(x: Tensor) -> Tensor:
+    """fp32 values with the bits cut off that bf16 does not have."""
+    return (x.contiguous().view(torch.int32) & -65536).view(torch.float32)
+
+
 def kept_bits(x: Tensor, bits: int) -> Tensor:
     """fp32 values rounded (half up in magnitude) to `bits` bits of mantissa."""
     drop = 23 - bits
@@ -46,7 +51,8 @@ def kept_bits(x: Tensor, bits: int) -> Tensor:
 def unit(x: Tensor, contract: Contract, v: GdnVariant, kit: Kit) -> Tensor:
     """L2-normalised fp32 `x [T, H, dk]`."""
     inside = v.eps if v.eps_at == "sum" else 0.0
-    squares = kit.total(x * x) + inside
+    counted = x[..., : x.shape[-1] // v.norm_tile * v.norm_tile] if v.norm_tile else x
+    squares = kit.total(counted * counted) + inside
     if v.eps_at != "sum":
         root = torch.sqrt(squares)
         root = root + v.eps if v.eps_at == "root" else root.clamp_min(v.eps)
@@ -108,6 +114,7 @@ def prepare(ops: GdnOps, contract: Contract, v: GdnVariant, kit: Kit, *, query: 
         q = ops.q.to(torch.float32)
         q = ((unit(q, contract, v, kit) if v.unit_q else q) * dk**v.scale)[:, spread]
     x = ops.a.to(torch.float32) + ops.dt_bias
+    x = bf16(x) if v.gate_bf16 else x
     g = -torch.exp(ops.A_log.contiguous()) * softplus(x, contract, v, kit)
     beta = beta_of(ops.b.to(torch.float32), contract, v, kit)
     return Operands(q, bf16(k) if v.keys_bf16 else k, ops.v.to(torch.float32), decay_of(g, v, kit), beta)
@@ -131,7 +138,8 @@ def step(state: Tensor, x: Operands, v: GdnVariant, reduce: Callable[[Tensor], T
     if v.half:
         after = after.to(torch.float16).to(torch.float32)
     source = {"after": after, "before": state, "decayed": decayed}[v.read]
-    return after, reduce(source * x.q.unsqueeze(-1))
+    out = reduce(source * x.q.unsqueeze(-1))
+    return after, cut(out) if v.truncated else out
 
 
 def activate(x: Tensor, v: ConvVariant, kit: Kit) -> Tensor:
@@ -184,11 +192,19 @@ def attend(
         visible[: max(count - v.window, 0)] = False
     if not bool(visible.all()):
         scores = scores.masked_fill(~visible, -torch.inf)
-    shifted = scores - scores.amax(-1, keepdim=True) if v.shift else scores
+    top = scores.amax(-1, keepdim=True)
+    shifted = scores - (top.clamp_min(0) if v.from_zero else top) if v.shift else scores
     weights = torch.exp2(shifted) if v.base2 else torch.exp(shifted)
-    weights = weights / (total(weights) + float(v.sink)).unsqueeze(-1)
+    weights = averaged(weights, v.parts) if v.parts else weights / (total(weights) + float(v.sink)).unsqueeze(-1)
     out = mix(bf16(weights) if v.probs_bf16 else weights)
+    out = cut(out) if v.truncated else out
     return (out.transpose(0, 1) if v.other_map else out).reshape(heads, dim).to(torch.bfloat16)
+
+
+def averaged(weights: Tensor, size: int) -> Tensor:
+    """Weights `[.., n]` normalised in parts of `size` keys, every part counting the same."""
+    parts = torch.split(weights, size, -1)
+    return torch.cat([p / p.sum(-1, keepdim=True) for p in parts], -1) / len(parts)
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, v: AttentionVariant) -> Tensor:
@@ -200,7 +216,19 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, v: AttentionVariant) -> Tensor:
     if v.rotation == "half":
         low, high = x[..., :half].to(torch.float32), x[..., half : 2 * half].to(torch.float32)
         turned = torch.cat([low * c - high * s, high * c + low * s], dim=-1)
+    elif v.rotation == "head":
+        return turned_across(x, c, s)
     else:
         low, high = x[..., 0 : 2 * half : 2].to(torch.float32), x[..., 1 : 2 * half : 2].to(torch.float32)
         turned = torch.stack([low * c - high * s, high * c + low * s], dim=-1).flatten(-2)
     return torch.cat([turned.to(torch.bfloat16), x[..., 2 * half :]], dim=-1)
+
+
+def turned_across(x: Tensor, c: Tensor, s: Tensor) -> Tensor:
+    """`x [T, H, dh]` in which channel i rotates with channel i + dh / 2."""
+    half, far = c.shape[-1], x.shape[-1] // 2
+    found = x.clone()
+    low, high = x[..., :half].to(torch.float32), x[..., far : far + half].to(torch.float32)
+    found[..., :half] = (low * c - high * s).to(torch.bfloat16)
+    found[..., far : far + half] = (high * c + low * s).to(torch.bfloat16)
+    return found
