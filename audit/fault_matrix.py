@@ -19,7 +19,7 @@ from audit.metamorphic import RELATIONS
 from audit.render.progress import Progress
 from audit.runner import default_workers
 from audit.scene import scene_of
-from faults import CATALOGUE, Fault
+from faults import BLIND, CATALOGUE, EVERY, Fault
 from lumotree.backends.loader import load_backend
 from lumotree.contract import Contract
 
@@ -185,6 +185,11 @@ def _heldout_case(fault: Fault, contract: Contract, seed: int) -> CaseSpec | Non
 _worker: tuple[Any, Cases, Plan] | None = None
 
 
+def every_fault() -> list[Fault]:
+    """The catalogue in its order, those written blind last."""
+    return [*CATALOGUE.values(), *BLIND.values()]
+
+
 def _start(plan: Plan) -> None:
     global _worker
     torch.set_num_threads(1)
@@ -195,16 +200,16 @@ def _start(plan: Plan) -> None:
 def _work(fault: str) -> Row:
     assert _worker is not None
     backend, cases, plan = _worker
-    return audit_fault(backend, CATALOGUE[fault], cases, plan)
+    return audit_fault(backend, EVERY[fault], cases, plan)
 
 
 def run_matrix(plan: Plan, only: Callable[[Fault], bool] = lambda fault: True, workers: int | None = None) -> list[Row]:
-    """Every chosen fault of the catalogue, in its order. workers: processes, 0 = this one.
+    """Every chosen fault of the catalogue, in its order, those written blind last. workers: processes, 0 = this one.
 
     Raises InputError when the backend cannot be loaded.
     """
     load_backend(plan.backend)
-    chosen = [fault.id for fault in CATALOGUE.values() if only(fault)]
+    chosen = [fault.id for fault in every_fault() if only(fault)]
     count = default_workers("cpu") if workers is None else workers
     rows: dict[str, Row] = {}
     with Progress(len(chosen), "faults") as progress:
@@ -229,6 +234,6 @@ def _pooled(plan: Plan, chosen: Sequence[str], workers: int) -> Iterator[Row]:
     context = multiprocessing.get_context("spawn")  # see audit.runner
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_start, initargs=(plan,)) as pool:
         # Faults with a knob take longest; one at the end would leave the other workers idle.
-        first = sorted(chosen, key=lambda fault: CATALOGUE[fault].knob is None)
+        first = sorted(chosen, key=lambda fault: EVERY[fault].knob is None)
         for future in as_completed([pool.submit(_work, fault) for fault in first]):
             yield future.result()

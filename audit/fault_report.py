@@ -9,7 +9,7 @@ from typing import Any
 from audit.environment import environment
 from audit.fault_matrix import Plan, Row
 from audit.report import Check, Report, decide
-from faults import CATALOGUE
+from faults import EVERY
 from lumotree.backends.loader import load_backend
 
 SURFACES = ("gdn", "conv", "attention", "sampler")
@@ -39,7 +39,7 @@ def missed(rows: Sequence[Row]) -> list[Row]:
 
 
 def _harmless(row: Row) -> bool:
-    fault = CATALOGUE.get(row.fault)
+    fault = EVERY.get(row.fault)
     return fault is not None and fault.expect == "harmless"
 
 
@@ -75,7 +75,7 @@ def _groups(rows: Sequence[Row]) -> dict[tuple[str, bool], list[Row]]:
     """Rows by surface, those written blind apart."""
     found: dict[tuple[str, bool], list[Row]] = {(s, blind): [] for blind in (False, True) for s in SURFACES}
     for row in rows:
-        fault = CATALOGUE.get(row.fault)
+        fault = EVERY.get(row.fault)
         found[row.surface, fault is not None and fault.blind].append(row)
     return found
 
@@ -96,7 +96,7 @@ def _check(group: tuple[str, bool], rows: Sequence[Row]) -> Check | None:
 
 
 def _fact(row: Row) -> dict[str, Any]:
-    fault = CATALOGUE.get(row.fault)
+    fault = EVERY.get(row.fault)
     return {
         "fault": row.fault,
         "statement": fault.statement if fault else "",

@@ -1,5 +1,7 @@
 """Known defects as wrappers of any correct backend: the catalogue, and the positive controls of every audit."""
 
+from collections import ChainMap
+
 from faults import (
     arithmetic,
     batch,
@@ -14,6 +16,7 @@ from faults import (
     stored,
     topology,
 )
+from faults.blind import BLIND
 from faults.catalogue import Fault, Knob, by_id
 from faults.reach import NEEDS, Scene
 from faults.wrap import Faulty
@@ -23,9 +26,12 @@ _MODULES = (topology, paths, publication, batch, slots, stored, outputs, keys, n
 #: Every fault of the component, by id. Those of samplers are in `faults.sampler`.
 CATALOGUE: dict[str, Fault] = by_id(*(m.FAULTS for m in _MODULES))
 
+#: The same and, behind them, those written blind, whose detection is reported apart.
+EVERY: ChainMap[str, Fault] = ChainMap(CATALOGUE, BLIND)
+
 _CONTROLS = ("wrong_parent", "sibling_published", "swapped_rings", "stale_metadata", "poisoned_inactive")
 
 #: The few that every run of the component audit injects into its own cases.
 CONTROLS: dict[str, Fault] = {f.id: f for f in CATALOGUE.values() if f.kind in _CONTROLS or f in publication.FAULTS}
 
-__all__ = ["CATALOGUE", "CONTROLS", "NEEDS", "Fault", "Faulty", "Knob", "Scene"]
+__all__ = ["BLIND", "CATALOGUE", "CONTROLS", "EVERY", "NEEDS", "Fault", "Faulty", "Knob", "Scene"]

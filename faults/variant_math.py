@@ -51,7 +51,8 @@ def kept_bits(x: Tensor, bits: int) -> Tensor:
 def unit(x: Tensor, contract: Contract, v: GdnVariant, kit: Kit) -> Tensor:
     """L2-normalised fp32 `x [T, H, dk]`."""
     inside = v.eps if v.eps_at == "sum" else 0.0
-    counted = x[..., : x.shape[-1] // v.norm_tile * v.norm_tile] if v.norm_tile else x
+    whole = x.shape[-1] // v.norm_tile * v.norm_tile if v.norm_tile else 0
+    counted = x[..., :whole] if whole else x
     squares = kit.total(counted * counted) + inside
     if v.eps_at != "sum":
         root = torch.sqrt(squares)

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from audit.fault_matrix import WANTED, Row
 from audit.fault_trial import STATES
+from faults import BLIND
 
 COLOURS = {
     "Caught": "#1b7f4b", "Missed": "#f2f2f2", "NotReached": "#ffffff", "Crashed": "#c0392b", "Equivalent": "#8fb8de",
@@ -25,7 +26,10 @@ def _table(*columns: str) -> Table:
 
 
 def print_matrix(rows: Sequence[Row], console: Console | None = None, every: bool = False) -> None:
-    """Counts by surface, what each check catches, sizes, and whatever was not caught. every: one line a fault too."""
+    """Counts by surface (those written blind apart), what each check catches, sizes, and whatever was not caught.
+
+    every: one line a fault too.
+    """
     out = console or Console()
     out.print(_states(rows))
     out.print()
@@ -41,11 +45,13 @@ def print_matrix(rows: Sequence[Row], console: Console | None = None, every: boo
 
 def _states(rows: Sequence[Row]) -> Table:
     table = _table("surface", "faults", *STATES)
-    surfaces = list(dict.fromkeys(r.surface for r in rows))
-    for surface in surfaces:
-        own = [r for r in rows if r.surface == surface]
+    groups: dict[str, list[Row]] = {}
+    for blind in (False, True):
+        for row in (r for r in rows if (r.fault in BLIND) == blind):
+            groups.setdefault(f"{row.surface}, blind" if blind else row.surface, []).append(row)
+    for name, own in groups.items():
         counts = Counter(r.state for r in own)
-        table.add_row(surface, str(len(own)), *(str(counts[s]) for s in STATES))
+        table.add_row(name, str(len(own)), *(str(counts[s]) for s in STATES))
     return table
 
 
