@@ -16,9 +16,13 @@ from lumotree.contract import Dims
 #: Head maps matter: two key heads, four value heads, two KV heads, four query heads; K != V.
 DIMS_HEADS = Dims(2, 4, 8, 12, 20, 4, 2, 16, 8, name="micro-heads")
 
+#: No dimension is a multiple of 4, and those that tiles run over are longer than one of 8.
+DIMS_RAGGED = Dims(2, 4, 11, 13, 21, 4, 2, 14, 6, name="micro-ragged")
+
 #: The same for the held-out family: other heads, widths and ratios.
 DIMS_OTHER = Dims(1, 2, 12, 8, 14, 3, 1, 12, 8, name="other")
 DIMS_OTHER_HEADS = Dims(3, 6, 12, 10, 18, 6, 3, 12, 8, name="other-heads")
+DIMS_OTHER_RAGGED = Dims(1, 3, 13, 9, 19, 3, 1, 18, 10, name="other-ragged")
 DIMS_OTHER_EXACT = Dims(1, 2, 16, 8, 14, 3, 1, 64, 8, name="other-exact")
 
 _THREE: dict[str, object] = {
@@ -48,6 +52,15 @@ LADDER: dict[str, dict[str, object]] = {
     "slots": {**_THREE, "trees": ("comb:2", "star:3", "comb:3"), "spare_slots": 12},
     "padding": {"trees": ("comb:3", "star:4"), "prefixes": (5, 3), "padding": 1, "padding_at": "start"},
     "layers": {"dims": replace(DIMS_MICRO, layers=3), "trees": ("comb:3", "star:4"), "prefixes": (5, 3), "padding": 1},
+    "ragged": {"dims": DIMS_RAGGED},
+    "five": {
+        "trees": ("random:6", "comb:3", "star:3", "chain:2", "comb:2"),
+        "prefixes": (4, 6, 3, 0, 7),
+        "page_size": 4,
+        "inactive_fraction": 0.34,
+        "padding": 1,
+        "padding_at": "start",
+    },
 }
 
 _BASE: dict[str, object] = {"dims": DIMS_OTHER, "trees": ("random:8",), "prefixes": (11,)}
@@ -75,6 +88,10 @@ MEASURE: dict[str, dict[str, object]] = {
     "padding": {**_BASE, "trees": ("random:7", "random:5"), "prefixes": (6, 8), "padding": 2, "padding_at": "middle"},
     "layers": {"dims": replace(DIMS_OTHER, layers=3), "trees": ("random:7", "random:6"), "prefixes": (6, 8),
                "padding": 1, "padding_at": "start"},
+    "ragged": {**_BASE, "dims": DIMS_OTHER_RAGGED},
+    "five": {"dims": DIMS_OTHER, "trees": ("random:7", "random:8", "random:3", "random:5", "binary:2"),
+             "prefixes": (7, 2, 5, 0, 10), "page_size": 2, "inactive_fraction": 0.3, "padding": 1,
+             "padding_at": "start"},
 }  # fmt: skip
 
 

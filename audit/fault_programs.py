@@ -13,8 +13,11 @@ from audit.world import World
 
 _COMB = [-1, 0, 0, 2, 2, 4]
 
+#: A spine first, its side branches behind it: they start from rows long past, when every later state is there.
+_SPINE_FIRST = [-1, 0, 1, 2, 0, 1, 2, 3, 0]
 
-def _cycle(trees: dict[int, list[int]], ends: dict[int, int]) -> list[Step]:
+
+def _cycle(trees: dict[int, list[int]], ends: dict[int, int | None]) -> list[Step]:
     return [("verify", (trees,), {}), ("accept", (ends,), {})]
 
 
@@ -54,10 +57,26 @@ PROGRAMS: dict[str, list[Step]] = {
         *_cycle({0: [-1, 0, 0, 2, 2]}, {0: 4}),
         ("step", ([0],), {}),
     ],
-}
+    "five_and_idle": [
+        *[("admit", (key, tokens), {}) for key, tokens in enumerate((3, 5, 0, 2, 4))],
+        ("verify", ({0: _SPINE_FIRST, 1: [-1, 0, 0, 1], 2: [-1, 0, 0], 3: [-1, 0], 4: [-1, 0, 0, 1]},),
+         {"inactive": {1: [2]}, "padding": 0}),
+        ("accept", ({0: 8, 1: None, 2: 2, 3: 1, 4: 3},), {}),
+        *_cycle({4: [-1, 0], 1: [-1, 0, 1], 0: [-1], 3: [-1, 0, 0], 2: [-1, 0]}, {4: None, 1: 2, 3: 2, 2: 1}),
+        *_cycle({0: [-1, 0], 1: [-1, 0], 4: [-1, 0, 0]}, {0: 1, 4: 2}),
+        ("step", ([0, 1, 4],), {}),
+    ],
+}  # fmt: skip
 
 
 def run_program(name: str, backend: Any, reference: Any, seed: int) -> MismatchError | None:
     """Run a program; what went wrong, or None. reference: another instance of the same backend. Raises InputError where
     the backend's contract does not take the program's trees."""
-    return Program(World(seed=seed, slots=6), PROGRAMS[name]).run(backend, reference)
+    steps = PROGRAMS[name] if backend.contract.empty_path else [_rooted(step) for step in PROGRAMS[name]]
+    return Program(World(seed=seed, slots=6, requests=6, rows=24), steps).run(backend, reference)
+
+
+def _rooted(step: Step) -> Step:
+    """A step in which every empty path is the root alone."""
+    name, args, kwargs = step
+    return (name, ({key: end or 0 for key, end in args[0].items()},), kwargs) if name == "accept" else step

@@ -21,10 +21,11 @@ from audit.fault_sampler import sampler_rows
 from audit.fault_trial import component_trial, program_trial, relation_trial
 from audit.render.matrix import matrix_svg, print_matrix
 from audit.report import from_json
-from faults import CATALOGUE, Fault, Faulty
+from faults import BLIND, CATALOGUE, Fault, Faulty
 from faults.sampler import SAMPLER_FAULTS
 from lumotree.backends.loader import load_backend
 from lumotree.backends.torch_backend import TorchBackend
+from lumotree.contract import Contract
 from lumotree.errors import PathError
 
 INNER = TorchBackend()
@@ -167,6 +168,27 @@ def test_the_command_writes_matrix_and_picture_and_says_who_was_missed(
     assert "wrong_parent.gdn Missed" in capsys.readouterr().out.replace("\n", " ")
 
 
+def test_faults_written_blind_are_chosen_and_reported_apart(capsys: Any, cases: Cases) -> None:
+    rows = [
+        audit_fault(INNER, fault, cases, PLAN) for fault in (CATALOGUE["taps_reversed.conv"], BLIND["head_kept.conv"])
+    ]
+    report = to_report(rows, PLAN, "command", 1.0)
+    assert [(c.id, c.status, c.cells) for c in report.checks] == [
+        ("faults.conv", "pass", 1),
+        ("faults.blind.conv", "pass", 1),
+    ]
+    lost = replace(rows[1], state="Missed")
+    wrong = to_report([rows[0], lost], PLAN, "command", 1.0)
+    assert [c.status for c in wrong.checks] == ["pass", "fail"] and "head_kept.conv Missed" in wrong.reasons[0]
+    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    print_matrix(rows, console)
+    assert "conv, blind" in console.export_text()
+    assert cli.main(["faults", "--workers", "0", "--blind", "--only", "head_kept"]) == 0
+    assert "conv, blind" in capsys.readouterr().out
+    assert cli.main(["faults", "--workers", "0", "--blind", "--only", "taps_reversed"]) == 2
+    assert "no fault's id contains 'taps_reversed'" in capsys.readouterr().err
+
+
 def test_an_unknown_fault_is_refused(capsys: Any) -> None:
     assert cli.main(["faults", "--only", "no_such"]) == 2
     assert "no fault's id contains 'no_such'" in capsys.readouterr().err
@@ -208,6 +230,13 @@ def test_tables_fit_80_columns_and_name_what_was_not_caught() -> None:
 @pytest.mark.parametrize("name", ["torch", "wy"])
 def test_a_right_backend_passes_every_fixed_program(program: str, name: str) -> None:
     assert run_program(program, load_backend(name), load_backend(name), 3) is None
+
+
+def test_a_backend_without_empty_paths_is_asked_for_none() -> None:
+    strict = Contract(empty_path=False)
+    assert run_program("five_and_idle", TorchBackend(strict), TorchBackend(strict), 3) is None
+    trial = program_trial(TorchBackend(strict), BLIND["idle_sticks.conv"], "five_and_idle", 1)
+    assert trial.state == "NotReached"
 
 
 def test_a_fault_that_needs_a_plain_step_between_cycles_is_caught_by_a_program() -> None:
