@@ -1,6 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 """The serving engines' shape in Triton: one sequential walk over a tree's rows, every row's state kept in a bank."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -106,9 +107,12 @@ class BankWalkBackend(BackendBase):
     contract = Contract(claims="bitwise", graph_safe=True)
 
     def allocate(self, dims: Dims, limits: Limits, device: torch.device) -> BankWorkspace:
-        """The bank: layers x rows x state. Raises ContractError for a key dimension above the limit."""
+        """The bank: layers x rows x state. Raises ContractError for a key dimension above the limit, BackendError when
+        the card has no room.
+        """
         launch.check_limit("allocate", "dk", dims.dk, launch.MAX_KEY_DIM)
         shape = (limits.layers, limits.rows, dims.hv, dims.dv, dims.dk)
+        launch.check_memory("bank", 4 * math.prod(shape), device)
         return BankWorkspace(torch.zeros(shape, device=device), limits)
 
     def gdn_verify(self, ops: GdnOps, pool: Tensor, batch: Batch, ws: BankWorkspace, out: Tensor, layer: int) -> None:

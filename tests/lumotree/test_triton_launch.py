@@ -10,6 +10,7 @@ from lumotree.backends.protocol import Limits, covered_surfaces
 from lumotree.backends.triton_backend import TritonBackend
 from lumotree.contract import DIMS_27B, DIMS_TINY
 from lumotree.errors import BackendError, ContractError
+from lumotree.mechanisms.bank_walk import BankWalkBackend
 from lumotree.verifier import kernels
 from lumotree.verifier.kernels import INTERPRETED, launch
 
@@ -41,3 +42,18 @@ def test_compiled_triton_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(triton.runtime.jit, "JITFunction", object)
     with pytest.raises(BackendError, match="TRITON_INTERPRET=1"):
         kernels.prepare_triton()
+
+
+def test_a_workspace_that_the_card_has_no_room_for_is_refused_before_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 << 20, 80 << 30))
+    gpu, limits = torch.device("cuda", 0), Limits(1, 32, 12, 2, 48)
+    launch.check_memory("bank", 3 << 20, gpu)
+    launch.check_memory("bank", 1 << 60, torch.device("cpu"))
+    with pytest.raises(
+        BackendError, match=r"workspace: expected \d+ MiB of free memory on cuda:0, got 3 MiB; use fewer"
+    ):
+        TritonBackend().allocate(DIMS_27B, limits, gpu)
+    with pytest.raises(BackendError, match=r"bank: expected 4,608 MiB of free memory"):
+        BankWalkBackend().allocate(DIMS_27B, limits, gpu)

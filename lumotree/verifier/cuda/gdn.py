@@ -93,6 +93,7 @@ def allocate_spill(dims: Dims, limits: Limits, device: torch.device) -> Tensor:
         kernel(found, device)
     states = max(spill_states(found, limits.rows) for found in (few, many))
     elements = max(found.blocks * found.state_bytes // 4 for found in (few, many))
+    launch.check_memory("spill", 4 * states * elements, device)
     return torch.zeros((states, elements), dtype=torch.float32, device=device)
 
 

@@ -133,3 +133,14 @@ def check_device(x: Tensor) -> None:
             f"triton: compiled kernels need tensors on a cuda device, got {x.device}; set TRITON_INTERPRET=1 to run "
             "on the CPU"
         )
+
+
+def check_memory(what: str, size: int, device: torch.device) -> None:
+    """Raise BackendError when a GPU has fewer than `size` bytes free; says nothing about other devices."""
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+        if size > free:
+            raise BackendError(
+                f"kernel {what}: expected {size / 2**20:,.0f} MiB of free memory on {device}, got "
+                f"{free / 2**20:,.0f} MiB; use fewer layers, rows or requests"
+            )

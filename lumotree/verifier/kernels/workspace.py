@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lumotree.backends.protocol import Limits
 from lumotree.contract import Dims
-from lumotree.verifier.kernels.launch import as_bits
+from lumotree.verifier.kernels.launch import as_bits, check_memory
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,10 @@ class TritonWorkspace:
 def allocate(
     dims: Dims, limits: Limits, max_rows: int, device: torch.device, cut: Tensor | None = None
 ) -> TritonWorkspace:
-    """Allocate for the limits; a request has at most `max_rows` rows. cut: a kernel's own buffer for pending states."""
+    """Allocate for the limits; a request has at most `max_rows` rows. cut: a kernel's own buffer for pending states.
+
+    Raises BackendError when the card has no room.
+    """
 
     def bf16(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.bfloat16, device=device)
@@ -71,6 +74,9 @@ def allocate(
         return torch.zeros(shape, dtype=torch.int32, device=device)
 
     layers, rows = limits.layers, limits.rows
+    record = 2 * layers * rows * (dims.hk * dims.dk + dims.hv * dims.dv + 2 * dims.hv + dims.conv_channels)
+    cuts = 4 * (rows // 2 + 1) * dims.hv * dims.dv * dims.dk if cut is None else 0
+    check_memory("workspace", record + cuts, device)
     gdn = GdnWorkspace(
         # A row is cut because it has at least two children, so at most every other row is.
         fp32(rows // 2 + 1, dims.hv, dims.dv, dims.dk) if cut is None else cut,
