@@ -134,8 +134,19 @@ def file_cases(claims: Claims, paths: tuple[str, ...]) -> list[CapturedCase]:
 
 def has_duplicates(step: Step) -> bool:
     """Whether two siblings carry one token; redrawn ones never do."""
-    groups = [step.tree.tokens[list(step.tree.active_children(row))] for row in step.tree.active_rows]
-    return step.laws is None and any(len(np.unique(group)) < len(group) for group in groups)
+    return bool(repeated_rows(step))
+
+
+def repeated_rows(step: Step) -> tuple[int, ...]:
+    """Rows with fixed drafts whose token an elder sibling carries: the elder is followed, so no walk visits them."""
+    found: list[int] = []
+    for parent in step.tree.active_rows if step.laws is None else ():
+        seen: set[int] = set()
+        for child in step.tree.active_children(parent):
+            token = int(step.tree.tokens[child])
+            found += [child] if token in seen else []
+            seen.add(token)
+    return tuple(found)
 
 
 def draft_kind(stochastic: bool) -> str:

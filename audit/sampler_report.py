@@ -278,7 +278,14 @@ def step_facts(outcome: StepOutcome) -> dict[str, Any]:
         "level": result.level,
         "tests": len(result.tests),
         "detectable_root": root,
-        "detectable_any_row": result.detectable,
+        "detectable_any_row": max(
+            (
+                1.0 if t.detectable is None else t.detectable
+                for t in result.tests
+                if t.name == "node" and t.row not in outcome.certain
+            ),
+            default=1.0,
+        ),
         "detectable_known_fault": result.detectable_known,
         "certificate_root": certificates[0].bound if 0 in certificates else 1.0,
         "certificate_root_bands": certificates[0].bands if 0 in certificates else 1.0,

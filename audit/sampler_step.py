@@ -13,7 +13,7 @@ from audit.conventions import Convention, conventions
 from audit.evidence import Alternative
 from audit.montecarlo import CHUNK, LOOKS, RUN_LEVEL, WALKS, StepResult, run_step, stream_seed
 from audit.rule_law import Floats, RuleLaw, multi_round_law, naive_law
-from audit.sampler_cases import CapturedCase
+from audit.sampler_cases import CapturedCase, repeated_rows
 from audit.sampler_control import (
     BATTERY_WALKS,
     MAX_WALKS,
@@ -63,8 +63,8 @@ class StepOutcome:
     greedy: only for one. paired: None where the sampler is
     closed or the rule itself. out_of_reach: alternatives that `walks` walks cannot decide. changed: inputs that the
     sampler wrote to. unequal: how answers to the same coins differed, or "". rare: rows that the clean rule visits in
-    less than RARE of the walks, so that a step of the published size cannot test them; certain: rows whose law is one
-    token, which need no test; seconds: spent."""
+    less than RARE of the walks, so that a step of the published size cannot test them; certain: rows that need no test,
+    as they are never visited or their law is one token; seconds: spent."""
 
     case: CapturedCase
     result: StepResult | None
@@ -89,9 +89,10 @@ def audit_step(task: StepTask) -> StepOutcome:
     if loaded.claims.rule == "greedy":
         return _greedy(task, sampler, step, start)
     law = clean_law(loaded.claims.rule, step)
-    rare = rare_rows(loaded.claims.rule, step, law, task)
-    # A row whose law is one token has nothing to test: anything else would be an impossible outcome.
-    certain = tuple(row for row in step.tree.active_rows if bool((step.target[row] > 0).sum() == 1))
+    # A row whose law is one token has nothing to test, and a repeated sibling no walk: anything else is impossible.
+    single = tuple(row for row in step.tree.active_rows if bool((step.target[row] > 0).sum() == 1))
+    certain = (*single, *repeated_rows(step))
+    rare = tuple(row for row in rare_rows(loaded.claims.rule, step, law, task) if row not in certain)
     controls, readings, alternatives = _prepared_controls(task, step, law, loaded)
     result, pairs, missed, unequal = _judged(task, loaded, sampler, step, law, alternatives)
     return StepOutcome(

@@ -237,6 +237,15 @@ def test_a_greedy_sampler_that_takes_the_last_tie_fails(loaded) -> None:
     assert "right: row" in report.findings[0].got
 
 
+def test_a_repeated_sibling_is_no_hole_in_what_a_step_could_see() -> None:
+    report = small(only=("tied-fixed",), faults=("duplicate_twice",), walks=20_000, chunk=10_000).report
+    assert report.verdict == "PASS", report.reasons
+    assert [(c.fault, c.detected) for c in report.controls] == [("duplicate_twice.tied-fixed", True)]
+    facts = report.facts["steps"]["tied-fixed"]
+    assert facts["untested_rows"] == [6] and facts["rare_rows"] == []  # row 6 repeats row 4's token
+    assert facts["detectable_any_row"] < 1
+
+
 def test_greedy_controls_reach_ties_and_rows_and_a_blind_comparison_is_inconclusive(monkeypatch) -> None:
     options: dict[str, object] = {"sampler": "greedy", "only": ("tied-fixed", "peaked-fixed"), "faults": ()}
     report = small(**options).report
