@@ -6,6 +6,10 @@ import argparse
 from typing import Any
 
 
+#: Tokens of the drift as a part of `check`, where all suites together are to take minutes.
+CHECK_DRIFT = 500
+
+
 def register(commands: Any) -> None:
     """Add the command to the parser of `lumotree-audit`; `run` is called with the parsed arguments and the command."""
     sub = commands.add_parser("continue", help="judge what published states carry: whole cycles, live or recorded")
@@ -96,7 +100,8 @@ def check(args: argparse.Namespace, command: str, nested: bool) -> int:
     if folder:
         check_writable(folder)
     spec = StackSpec(backend=args.backend, device=args.device)
-    done = continuation.check(continuation.Options(spec, args.seed, workers=args.workers, command=command))
+    options = continuation.Options(spec, args.seed, CHECK_DRIFT, workers=args.workers, command=command)
+    done = continuation.check(options)
     if folder:
         write_report(done.report, folder, done.frame)
     print_report(done.report)

@@ -79,7 +79,7 @@ def test_check_runs_the_suite_and_keeps_its_report_apart(
     asked: list[Options] = []
     monkeypatch.setattr(continuation, "check", lambda options: asked.append(options) or run)
     assert main(["check", "--suite", "continuation", "--seed", "4", "--report", str(tmp_path)]) == 0
-    assert (asked[0].seed, asked[0].drift, asked[0].spec.backend) == (4, 2_000, "torch")
+    assert (asked[0].seed, asked[0].drift, asked[0].spec.backend) == (4, 500, "torch")
     assert (tmp_path / "drift.svg").exists()
     assert capsys.readouterr().out.splitlines()[-1].startswith("PASS  torch  continuation")
 
