@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-
 #: Tokens of the drift as a part of `check`, where all suites together are to take minutes.
 CHECK_DRIFT = 500
 
