@@ -214,15 +214,18 @@ def test_an_old_card_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_slot_beyond_two_to_the_31_elements(tmp_path: Path) -> None:
-    """The pool is a sparse file: only the pages of the slot exist."""
+    """On a CPU the pool is a sparse file, of which only the slot's pages exist; on a card it is 8.6 GB."""
     case = Case(replace(SMALL, hk=1, hv=1, dk=8, dv=4), [named("mtp5")])
     slot, elements = 2**26 + 5, 32
     (tmp_path / "pool").touch()
     count = (slot + 2) * elements
-    far = torch.from_file(str(tmp_path / "pool"), shared=True, size=count, dtype=torch.float32)
+    if DEVICE.type == "cuda":
+        far = torch.empty(count, device=DEVICE)
+    else:
+        far = torch.from_file(str(tmp_path / "pool"), shared=True, size=count, dtype=torch.float32)
     far = far.view(1, slot + 2, 1, 4, 8)
     far[0, slot] = case.pool[LAYER, 1]
-    batch = replace(case.batch, state_slot=torch.tensor([slot], dtype=torch.int32))
+    batch = replace(case.batch, state_slot=torch.tensor([slot], dtype=torch.int32, device=DEVICE))
     out = torch.zeros_like(case.out)
     ws = case.backend.allocate(case.dims, Limits(1, 6, 6, slot + 2, 1), DEVICE)
     case.backend.gdn_verify(case.ops, far, batch, ws, out, 0)
