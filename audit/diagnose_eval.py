@@ -143,7 +143,8 @@ def _check(kernel: str, base: str, verdicts: Sequence[Verdict]) -> Check:
 
 
 def summary(verdicts: Sequence[Verdict]) -> dict[str, Any]:
-    """Share named with its interval, mean group, how it was judged, and the confusion matrix (true -> named)."""
+    """Share named with its interval, mean group (an unknown one counts as 0), how it was judged, and the confusion
+    matrix (true -> named)."""
     judged = [v for v in verdicts if v.case is not None]
     confusion: dict[str, Counter[str]] = {}
     for v in judged:
