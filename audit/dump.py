@@ -125,7 +125,8 @@ def _report(
     seconds: float,
 ) -> Report:
     checks = [to_check(judge.tallies[c], first) for c in DUMP_CHECKS if c in judge.tallies]
-    coverage = {s: "covered" if first.has(group) else "not covered" for s, group in GROUPS.items()}
+    judged = {c.surface for c in checks if c.cells and c.status != "info"}
+    coverage = {s: "covered" if first.has(g) and s in judged else "not covered" for s, g in GROUPS.items()}
     if coverage["drafter"] == "covered" and judge.head is None:
         coverage["drafter"] = "verify only"
     doubts = _doubts(first, judge)
@@ -169,6 +170,10 @@ def _doubts(first: CycleRecord, judge: DumpJudge) -> list[str]:
     doubts = []
     if not first.has("gdn") and not first.has("attention"):
         doubts.append("the recording holds no operands of any layer, so no state could be recomputed")
+    if not judge.carried:
+        doubts.append("no request was recorded in two cycles: nothing shows what a later cycle found of an earlier one")
+    for group, sequence in judge.lacking.items():
+        doubts.append(f"cycle {sequence} was recorded without {group}, others with it: not all of them were judged")
     if judge.still:
         doubts.append(f"state and history of every request are the same in all cycles: {', '.join(judge.still)}")
     return doubts

@@ -84,11 +84,16 @@ class Entry:
 
 
 def entries(record: CycleRecord) -> Iterator[Entry]:
-    """The live requests of a cycle. Raises RecordError when its row ranges are no ranges of the batch."""
+    """The live requests of a cycle. Raises RecordError when its row ranges are no ranges of the batch, a live slot has
+    no name, a name no slot, or a name is there twice."""
     cu = record.tensors["tree.cu_rows"].tolist()
     rows = len(record.tensors["tree.parent"])
     if cu[0] != 0 or cu[-1] != rows or any(a > b for a, b in itertools.pairwise(cu)):
         raise RecordError(f"cycle {record.sequence}: tree.cu_rows {cu} are no ranges of {rows} rows")
+    slots, names = record.tensors["tree.state_slot"].tolist(), [name for name in record.requests if name]
+    if [slot >= 0 for slot in slots] != [bool(name) for name in record.requests] or len(set(names)) < len(names):
+        raise RecordError(f"cycle {record.sequence}: expected one name for each live request and '' for padding, got "
+                          f"{list(record.requests)} for state slots {slots}")  # fmt: skip
     for i, name in enumerate(record.requests):
         if name:
             if cu[i] == cu[i + 1]:

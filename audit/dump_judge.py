@@ -23,6 +23,7 @@ DUMP_CHECKS: dict[str, tuple[str, str, str]] = {
     "dump.path": ("accepted path, pending token", "topology", "exact"),
     "dump.lengths": ("positions and lengths", "topology", "exact"),
     "dump.elsewhere": ("other slots untouched", "topology", "bitwise"),
+    "dump.weights": ("weights as before", "topology", "bitwise"),
     "dump.gdn.before": ("begins where it ended", "gdn", "bitwise"),
     "dump.conv.before": ("begins where it ended", "conv", "bitwise"),
     "dump.gdn.out": ("tree outputs = chain", "gdn", "bitwise"),
@@ -31,6 +32,7 @@ DUMP_CHECKS: dict[str, tuple[str, str, str]] = {
     "dump.gdn.state": ("published states = chain", "gdn", "bitwise"),
     "dump.conv.state": ("published history = chain", "conv", "bitwise"),
     "dump.kv_new.candidate": ("candidates' KV = chain", "kv_new", "bitwise"),
+    "dump.kv_new.values": ("candidates' values = operands", "kv_new", "bitwise"),
     "dump.kv_new.committed": ("committed KV = candidates'", "kv_new", "bitwise"),
     "dump.kv_history": ("earlier KV unchanged", "kv_history", "bitwise"),
     "dump.hidden": ("hidden row of the end", "hidden", "bitwise"),
@@ -40,6 +42,13 @@ DUMP_CHECKS: dict[str, tuple[str, str, str]] = {
     "dump.conv.derived": ("against float64", "conv", "derived"),
     "dump.attention.derived": ("against float64", "attention", "derived"),
 }
+
+#: What a model's layers hold, the same in every cycle; of tables the positions that both cycles have.
+TABLES = ("attention.cos", "attention.sin")
+WEIGHTS = ("gdn.A_log", "gdn.dt_bias", "conv.weight", *TABLES)
+
+#: Groups of a record that something is judged by; a cycle without one that others have was not judged by it.
+JUDGED_GROUPS = ("gdn", "conv", "attention", "untouched", "hidden", "drafter")
 
 #: Checks that a surface which claims only "algebra" is not held to.
 _CLAIMED = {
@@ -66,15 +75,20 @@ class DumpJudge:
     def __init__(self, backend: Any | None, head: Any | None = None, device: str = "cpu") -> None:
         self.backend, self.head, self.device = backend, head, device
         self.tallies, self.ledger = Tallies(), Ledger()
-        self.run, self.previous, self.expected = "", "", 0
+        self.first: CycleRecord | None = None
+        self.previous, self.expected = "", 0
         self.case = ""
+        self.carried = 0
+        self.lacking: dict[str, int] = {}
+        self._weights: dict[str, Tensor] = {}
         self._moved = {"gdn": False, "conv": False}
 
     def fork(self) -> DumpJudge:
         """A judge that knows what this one knows and has judged nothing yet."""
         copy = DumpJudge(self.backend, self.head, self.device)
         copy.ledger.held = dict(self.ledger.held)
-        copy.run, copy.previous, copy.expected = self.run, self.previous, self.expected
+        copy.first, copy.previous, copy.expected = self.first, self.previous, self.expected
+        copy._weights = dict(self._weights)
         return copy
 
     @property
@@ -90,47 +104,68 @@ class DumpJudge:
         self._follows(record)
         self.case = f"cycle {record.sequence}"
         cursor = Cursor(record)
-        opened = [(entry, self.ledger.opening(entry, cursor)) for entry in entries(record)]
+        opened = [(e, self.ledger.opening(e, cursor), bool(record.tensors["opening.new"][e.index]))
+                  for e in entries(record)]  # fmt: skip
+        self.carried += sum(not new for _, _, new in opened)
         self._untouched(record)
+        self._same_weights(record)
         for surface, name in (("gdn", "recurrent"), ("conv", "conv")):
             before, after = record.tensors[f"before.{name}"], record.tensors[f"after.{name}"]
             self._moved[surface] |= not same_bits(before, after)
-        for entry, held in opened:
+        for entry, held, new in opened:
+            # Rows of all requests lie one after another: those of a request that is not judged are taken all the same.
+            rows = self._taken(entry, cursor)
             if only in (None, entry.index):
-                self._judge_request(entry, held, cursor)
+                self._judge_request(entry, held, rows, new)
 
     def _follows(self, record: CycleRecord) -> None:
         where = f"cycle {record.sequence}"
-        self.run = self.run or record.run
-        if record.run != self.run:
-            raise RecordError(f"{where}: recorded in run {record.run}, the ones before in {self.run}; keep them apart")
+        first = self.first = self.first or record
+        if record.run != first.run:
+            raise RecordError(f"{where}: recorded in run {record.run}, the ones before in {first.run}; keep them apart")
+        for name in ("contract", "dims", "backend"):
+            got, want = getattr(record, name), getattr(first, name)
+            if got != want:
+                raise RecordError(f"{where}: {name} is {got}, in cycle {first.sequence} {want}; one recording has one")
         if record.sequence != self.expected:
             raise RecordError(f"{where}: expected cycle {self.expected} here; a file is missing or was renamed")
         if record.previous != self.previous:
             raise RecordError(f"{where}: follows {record.previous[:12] or 'none'}.., the file before it is "
                               f"{self.previous[:12] or 'none'}..; files of two recordings are mixed")  # fmt: skip
         self.expected, self.previous = record.sequence + 1, record.content
+        for group in JUDGED_GROUPS:
+            if record.has(group) != first.has(group):
+                self.lacking.setdefault(group, record.sequence if first.has(group) else first.sequence)
 
-    def _judge_request(self, entry: Entry, held: Held, cursor: Cursor) -> None:
-        count, drafter = len(entry.accepted), entry.record.has("drafter")
-        new = cursor.take("committed", count, entry.name)
-        drafted = (
-            cursor.take("drafter", entry_count(entry.prefix, count) if drafter else 0, entry.name)
-            if drafter
-            else slice(0)
-        )
+    def _taken(self, entry: Entry, cursor: Cursor) -> tuple[slice, slice]:
+        """Where a request's committed rows lie, and its drafter's entries."""
+        count = len(entry.accepted)
+        committed = cursor.take("committed", count, entry.name)
+        if not entry.record.has("drafter"):
+            return committed, slice(0)
+        return committed, cursor.take("drafter", entry_count(entry.prefix, count), entry.name)
+
+    def _judge_request(self, entry: Entry, held: Held, rows: tuple[slice, slice], new: bool) -> None:
+        committed, drafted = rows
         path = self._path(entry, held)
         if path is not None and self._lengths(entry, held, path):
-            self._surfaces(entry, held, path, new)
-            self._hidden(entry, held, path)
-            if drafter and held.drafter is not None:
+            if not new:  # what a request opens with was recorded once: it would be compared with itself
+                self._begins(entry, held)
+            self._surfaces(entry, held, path, committed)
+            self._hidden(entry, path)
+            if entry.record.has("drafter") and held.drafter is not None:
                 self._drafter(entry, held.drafter, path, drafted)
-        self.ledger.close(entry, held, new, drafted)
+        self.ledger.close(entry, held, committed, drafted)
 
-    def _surfaces(self, entry: Entry, held: Held, path: Sequence[int], new: slice) -> None:
+    def _begins(self, entry: Entry, held: Held) -> None:
         t, i = entry.record.tensors, entry.index
         self._same("dump.gdn.before", entry, t["before.recurrent"][:, i], held.recurrent)
         self._same("dump.conv.before", entry, t["before.conv"][:, i], held.conv)
+        if held.hidden is not None and entry.record.has("hidden"):
+            self._same("dump.hidden", entry, t["hidden.before"][i][None], held.hidden[None])
+
+    def _surfaces(self, entry: Entry, held: Held, path: Sequence[int], new: slice) -> None:
+        t = entry.record.tensors
         oracle = DumpOracle(entry)
         chain = LayerChain(self.backend, entry, self.device) if self.backend is not None else None
         steps = chain is not None and (entry.record.has("gdn") or entry.record.has("conv"))
@@ -150,6 +185,8 @@ class DumpJudge:
         except PathError as wrong:
             self._verdict("dump.path", entry, False, got=str(wrong), allowed="a path of this tree")
             return None
+        told = int(entry.record.tensors["path.length"][entry.index])
+        self._verdict("dump.path", entry, told == len(path), got=f"length {told}", allowed=f"{len(path)} rows")
         root = int(tree.tokens[0])
         right = held.pending is None or root == held.pending
         self._verdict("dump.path", entry, right, row=0, got=f"root token {root}", allowed=f"pending {held.pending}")
@@ -182,6 +219,24 @@ class DumpJudge:
                     Place("dump.elsewhere", self.case, got=f"{name} changed", allowed="unchanged")
                 )
 
+    def _same_weights(self, record: CycleRecord) -> None:
+        """What belongs to the model, not to a cycle: operands of another layer bring their layer's weights along."""
+        for name in WEIGHTS:
+            now = record.tensors.get(name)
+            if now is None:
+                continue
+            then = self._weights.setdefault(name, now)
+            shared = min(len(now), len(then))
+            same = same_bits(now[:shared], then[:shared])
+            self.tallies["dump.weights"].add(1, int(same))
+            if not same:
+                first = int(differing_mask(now[:shared], then[:shared]).nonzero()[0][0])
+                layer = None if name in TABLES else first
+                place = Place("dump.weights", self.case, layer=layer, got=f"{name} changed", allowed="unchanged")
+                self.tallies["dump.weights"].fail(place)
+            if len(now) > len(then):  # a table up to a later position
+                self._weights[name] = now
+
     def _recurrent(
         self, entry: Entry, layer: int, chain: Chain, path: Sequence[int], oracle: DumpOracle
     ) -> None:  # fmt: skip
@@ -193,6 +248,9 @@ class DumpJudge:
                 self._rows("dump.gdn.out", entry, layer, got, {r: chain[r].gdn_out for r in rows})
                 want = self._state_after(entry, layer, chain.get(last))
                 self._rows("dump.gdn.state", entry, layer, t["after.recurrent"][layer, i][None], {0: want}, last)
+            elif not path:
+                kept: dict[int, Tensor | None] = {0: t["before.recurrent"][layer, i]}
+                self._rows("dump.gdn.state", entry, layer, t["after.recurrent"][layer, i][None], kept, last)
             self._derived("dump.gdn.derived", entry, layer, oracle.gdn(layer, path))
         if entry.record.has("conv"):
             if chain:
@@ -222,6 +280,8 @@ class DumpJudge:
     def _attention(self, entry: Entry, layer: int, chain: LayerChain | None, held: Held, oracle: DumpOracle) -> None:
         t, rows = entry.record.tensors, entry.tree.active_rows
         k, v = held.k[layer], held.v[layer]
+        given: dict[int, Tensor | None] = {r: t["attention.v"][layer, entry.lo + r] for r in rows}
+        self._rows("dump.kv_new.values", entry, layer, t["candidate.v"][layer, entry.rows], given)
         if chain is not None:
             walked = chain.attention(layer, k, v)
             got = t["attention.out"][layer, entry.rows]
@@ -245,12 +305,10 @@ class DumpJudge:
                     row = path[at - (len(want) - len(path))]
                     self._rows("dump.drafter.new", entry, 0, got[None], {0: want[at]}, row)
 
-    def _hidden(self, entry: Entry, held: Held, path: Sequence[int]) -> None:
+    def _hidden(self, entry: Entry, path: Sequence[int]) -> None:
         t, i = entry.record.tensors, entry.index
         if not entry.record.has("hidden"):
             return
-        if held.hidden is not None:
-            self._same("dump.hidden", entry, t["hidden.before"][i][None], held.hidden[None])
         want = t["hidden.rows"][entry.rows][path[-1]] if path else t["hidden.before"][i]
         self._same("dump.hidden", entry, t["hidden.next"][i][None], want[None], row=path[-1] if path else None)
 

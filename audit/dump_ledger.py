@@ -83,7 +83,7 @@ class Ledger:
     def close(self, entry: Entry, held: Held, committed: slice, drafted: slice) -> None:
         """Remember what the record says was there afterwards."""
         t, i = entry.record.tensors, entry.index
-        drafter = held.drafter
+        drafter = held.drafter if entry.record.has("drafter") else None
         if drafter is not None:
             new = (t["drafter.k"][drafted], t["drafter.v"][drafted])
             drafter = (torch.cat([drafter[0], new[0]]), torch.cat([drafter[1], new[1]]))

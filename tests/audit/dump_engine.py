@@ -87,7 +87,8 @@ class Engine:
         self.backend.kv_publish(self.pools.cache, batch, accepted, self.ws, layers)
         self.length = [n + len(p) for n, p in zip(self.length, paths, strict=True)]
         self.pending = torch.randint(0, 50, (2,), generator=self.generator).tolist()
-        self.hidden = torch.stack([hidden[paths[0][-1]], hidden[6 + paths[1][-1]]])
+        ends = [hidden[6 * i + p[-1]] if p else self.hidden[i] for i, p in enumerate(paths)]
+        self.hidden = torch.stack(ends)
         cycle.end(accepted, torch.tensor(self.pending), torch.tensor(self.length), hidden=self.hidden)
 
     def run(self, cycles: int = 3) -> None:

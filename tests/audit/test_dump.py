@@ -229,7 +229,7 @@ def test_an_edit_that_goes_unseen_makes_the_run_inconclusive(copied: Path, monke
 
 
 def test_what_was_not_recorded_is_not_covered(tmp_path: Path) -> None:
-    Engine(tmp_path, untouched=False).run(1)
+    Engine(tmp_path, untouched=False).run(2)
     report = judged(tmp_path)
     assert only_without_controls(report) and "dump.elsewhere" not in {c.id for c in report.checks}
 
