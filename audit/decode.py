@@ -130,6 +130,10 @@ def _sort(found: Found, results: Sequence[tuple[Task, object]]) -> None:
             assert isinstance(result, ModeRun)
             (turned if task.turned else found.runs).append(result)
     found.broken += [(run.name, run.stopped) for run in found.runs if run.stopped]
+    # What such a run emitted before it ended may well be right: that it ended is the finding.
+    found.broken += [(f"{run.name} in another batch", run.stopped) for run in turned if run.stopped]
+    if found.controls is not None and found.controls.stopped:
+        found.broken.append(("decoding of known answers", found.controls.stopped))
     for other in turned:
         one = next(r for r in found.runs if (r.mode, r.law, r.run) == (other.mode, other.law, 0))
         if not one.stopped:

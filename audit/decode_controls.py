@@ -46,12 +46,13 @@ class Seen:
 
 @dataclass(frozen=True)
 class Controls:
-    """The faults, and the right decoder under the same drafts: its comparison, and how many different rows were
-    accepted ends."""
+    """The faults, and the right decoder under the same drafts: its comparison, how many different rows were accepted
+    ends, and why it ended early, or ""."""
 
     seen: tuple[Seen, ...]
     oracle: Verdict
     ends: int
+    stopped: str = ""
 
 
 def run_controls(stack: Stack, greedy: Sequence[Request], ids: Sequence[str]) -> Controls:
@@ -64,11 +65,11 @@ def run_controls(stack: Stack, greedy: Sequence[Request], ids: Sequence[str]) ->
     known = {r.number: (*r.prompt, *truth.outputs[r.number]) for r in plain}
     oracle = OracleDrafter(hydra27(), stack.model.vocab, known)
     requests = [replace(r, drafter=oracle) for r in plain]
-    verdict, ends = _right(stack, requests, truth)
-    return Controls(tuple(_run(stack, requests, truth, DECODING[name]) for name in ids), verdict, ends)
+    verdict, ends, stopped = _right(stack, requests, truth)
+    return Controls(tuple(_run(stack, requests, truth, DECODING[name]) for name in ids), verdict, ends, stopped)
 
 
-def _right(stack: Stack, requests: Sequence[Request], truth: Truth) -> tuple[Verdict, int]:
+def _right(stack: Stack, requests: Sequence[Request], truth: Truth) -> tuple[Verdict, int, str]:
     verdict, ends = Verdict.empty(), set[int]()
 
     class Noting(Decoder):
@@ -79,7 +80,7 @@ def _right(stack: Stack, requests: Sequence[Request], truth: Truth) -> tuple[Ver
     run = run_mode(stack, requests, capacity_for(requests, REQUESTS), ("oracle", "greedy", 0), every=True, make=Noting)
     judge_tokens(verdict, run, truth)
     judge_surfaces(verdict, run, truth)
-    return verdict, len(ends)
+    return verdict, len(ends), run.stopped
 
 
 def _run(stack: Stack, requests: Sequence[Request], truth: Truth, fault: DecodingFault) -> Seen:

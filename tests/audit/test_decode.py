@@ -162,6 +162,31 @@ def test_logits_that_are_no_numbers_fail_the_run(small, backend_file, method):
     assert any("not a finite number" in reason for reason in report.reasons)
 
 
+@pytest.mark.parametrize(
+    ("where", "piece"),
+    [
+        ("len(batch.state_slot) == 1", "plain greedy in another batch"),
+        ("batch.parent.numel() > 2 and bool((batch.parent[1:] == 0).any())", "decoding of known answers"),
+    ],
+)
+def test_a_piece_that_ends_early_fails_though_all_before_it_was_right(small, backend_file, where, piece):
+    name = backend_file(f"""
+        from lumotree.backends.torch_backend import TorchBackend
+
+        class NanLater(TorchBackend):
+            def attention_verify(self, ops, pool, batch, ws, out, layer):
+                super().attention_verify(ops, pool, batch, ws, out, layer)
+                if int(batch.prefix_len.max()) >= 14 and {where}:
+                    out.fill_(float("nan"))
+
+        make = NanLater
+    """)
+    report = run_decode(replace(small, backend=name, modes=("plain",), laws=("greedy",))).report
+    assert (report.verdict, report.exit_code) == ("FAIL", 1)
+    assert [c.id for c in report.checks if c.status == "fail"] == ["logits"]
+    assert any(piece in reason and "not a finite number" in reason for reason in report.reasons)
+
+
 def test_a_control_that_goes_unseen_makes_the_run_inconclusive(small, monkeypatch):
     seen, blind = decoding.FAULTS[0], replace(decoding.FAULTS[0], id="nothing.gdn", make=Decoder)
     for name in list(decoding.DECODING):
