@@ -25,6 +25,8 @@ from lumotree.select import GREEDY
 from lumotree.select_types import CoinSampler, Step
 
 GREEDY_WALKS = 1_024
+TOGETHER = (1, 1, 1, 1, 2, 1, 1, 3, 1, 1, 1, 8, 1, 1, 1, 33)
+"""Walks of one draft that a closed sampler is asked for at once, draft after draft."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +43,16 @@ def run_greedy(sampler: Guarded, step: Step, walks: int, seed: int) -> GreedyRes
     tokens = greedy_drafts(step, walks, seed)
     if sampler.loaded.coins:
         return _compared(_selected(sampler, step, tokens, seed), step, tokens)
-    drawn = [sampler.walk(with_tokens(step, row.numpy()), 1, seed + i) for i, row in enumerate(tokens)]
-    answers = np.stack([torch.cat([d.last for d in drawn]).numpy(), torch.cat([d.bonus for d in drawn]).numpy()])
-    return _compared(answers, step, tokens)
+    answers = [_walked(sampler, with_tokens(step, row.numpy()), TOGETHER[i % len(TOGETHER)], seed + i)
+               for i, row in enumerate(tokens)]  # fmt: skip
+    return _compared(np.array(answers, np.int64).T, step, tokens)
+
+
+def _walked(sampler: Guarded, step: Step, walks: int, seed: int) -> tuple[int, int]:
+    """Last row and bonus of `walks` walks of one draft; (-1, -1), which is no answer, where they differ."""
+    drawn = sampler.walk(step, walks, seed)
+    found = set(zip(drawn.last.tolist(), drawn.bonus.tolist(), strict=True))
+    return found.pop() if len(found) == 1 else (-1, -1)
 
 
 def greedy_controls(

@@ -211,7 +211,7 @@ def guard_checks(
             note=f"written to: {', '.join(changed)}" if changed else "",
         )
     ]  # fmt: skip
-    if coins and not builtin and any(o.paired is not None for o in outcomes):
+    if coins and not builtin and any(o.paired is not None or o.greedy is not None for o in outcomes):
         unequal = [f"{o.case.name}: {o.unequal}" for o in outcomes if o.unequal]
         checks.append(
             Check(

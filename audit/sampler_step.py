@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from math import inf, log
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from audit.conventions import Convention, conventions
 from audit.evidence import Alternative
@@ -23,7 +25,7 @@ from audit.sampler_control import (
     checked_faults,
     run_controls,
 )
-from audit.sampler_greedy import GREEDY_WALKS, GreedyResult, greedy_controls, run_greedy
+from audit.sampler_greedy import GREEDY_WALKS, GreedyResult, greedy_controls, greedy_drafts, run_greedy
 from audit.sampler_guard import CoinWalker, Guarded, PreparedRule
 from audit.sampler_paired import PairedResult, paired
 from audit.sampler_tests import MIN_VISITS
@@ -33,6 +35,9 @@ from lumotree.select_types import Coins, Step, Walks
 
 PILOT = 16_384
 """Walks from which it is estimated which alternatives a run can decide; they are not used again."""
+
+FEW = (1, 2, 3, 5, 8, 32, 33)
+"""Small batches in which a sampler with coins must answer as in a large one."""
 
 RARE = MIN_VISITS / WALKS
 """Part of the walks below which a row is not tested at the published size; multi-round visits every row more often."""
@@ -105,14 +110,17 @@ def audit_step(task: StepTask) -> StepOutcome:
 
 def _greedy(task: StepTask, sampler: Guarded, step: Step, start: float) -> StepOutcome:
     walks = min(task.walks, sampler.loaded.claims.walks or GREEDY_WALKS, GREEDY_WALKS)
-    found = run_greedy(sampler, step, walks, task.seed)
+    found, unequal = run_greedy(sampler, step, walks, task.seed), ""
+    if sampler.loaded.coins and sampler.loaded.spec not in RULES:
+        tokens = greedy_drafts(step, walks, task.seed)
+        unequal = repeated(sampler, step, tokens, CoinWalker(sampler).inputs(step, walks, task.seed)[1])
     whole = task.case.whole() if task.case.chain else step
     read = task.case.source(whole)
     source = None if read is None else CachedSource(read)
     faults = checked_faults(task.faults) if task.controls else {}
     controls = greedy_controls(task.case.name, whole, source, faults, walks, task.seed)
     return StepOutcome(
-        task.case, None, found, None, tuple(controls), (), (), tuple(sampler.changed), "", (), (),
+        task.case, None, found, None, tuple(controls), (), (), tuple(sampler.changed), unequal, (), (),
         time.perf_counter() - start,
     )  # fmt: skip
 
@@ -207,7 +215,8 @@ def _judged(
     if loaded.coins and loaded.spec not in RULES:
         rule = PreparedRule(RULES[loaded.claims.rule])
         pairs = paired(sampler, rule, step, min(walks, task.chunk), task.level / 2, stream_seed(task.seed, 1))
-        unequal = _repeated(sampler, step, min(walks, 1_024), task.seed)
+        tokens, coins = CoinWalker(sampler).inputs(step, min(walks, 1_024), stream_seed(task.seed, 2))
+        unequal = repeated(sampler, step, tokens, coins)
     if loaded.coins and loaded.claims.walks is not None and walks < 10 * task.min_visits:
         return None, pairs, (), unequal  # too slow for statistics: pairs and the summed law judge it
     within, beyond = _within_reach(task, walker, step, alternatives, walks)
@@ -246,17 +255,26 @@ def _inside(step: Step, last: torch.Tensor, bonus: torch.Tensor, tokens: torch.T
     return rows and all(bool(((x >= 0) & (x < vocab)).all()) for x in (bonus, drafts))
 
 
-def _repeated(sampler: Guarded, step: Step, walks: int, seed: int) -> str:
-    """Ask a sampler with coins twice, and for the first half alone in reverse: same coins, same answer. Return what
-    differs, or ""."""
-    tokens, coins = CoinWalker(sampler).inputs(step, walks, stream_seed(seed, 2))
+def repeated(sampler: Guarded, step: Step, tokens: Tensor, coins: Coins) -> str:
+    """Ask a sampler with coins twice, for the first half alone in reverse, and for batches of few: same coins, same
+    answer. Return what differs, or ""."""
     first, again = sampler.select(step, tokens, coins), sampler.select(step, tokens, coins)
-    some = torch.arange(walks // 2 - 1, -1, -1)
-    part = tokens if tokens.shape[0] == 1 else tokens[some]
-    alone = sampler.select(step, part, Coins(coins.accept[some], coins.residual[some]))
-    for name in ("last", "bonus", "refused"):
+    if not _inside(step, first.last, first.bonus, tokens):
+        return ""  # no answers at all: the comparison with what can be will say so
+    names, walks = ("last", "bonus", "refused"), len(coins.accept)
+    for name in names:
         if not torch.equal(getattr(first, name), getattr(again, name)):
             return f"asked twice with the same coins, {name} differs"
-        if not torch.equal(getattr(first, name)[some], getattr(alone, name)):
-            return f"{name} of a walk depends on its batch or its place in it"
+    for some in (torch.arange(walks // 2 - 1, -1, -1), *_small_batches(walks)):
+        part = tokens if tokens.shape[0] == 1 else tokens[some]
+        alone = sampler.select(step, part, Coins(coins.accept[some], coins.residual[some]))
+        for name in names:
+            if not torch.equal(getattr(first, name)[some], getattr(alone, name)):
+                return f"{name} of a walk depends on its batch or its place in it (here {len(some)} of {walks} walks)"
     return ""
+
+
+def _small_batches(walks: int) -> list[Tensor]:
+    """Walks that are asked for together, of each size in FEW: a server's batches, which the long runs never have."""
+    starts = np.cumsum([0, *FEW]).tolist()
+    return [torch.arange(a, b) for a, b in pairwise(starts) if b <= walks]

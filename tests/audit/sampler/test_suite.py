@@ -114,6 +114,34 @@ class ClosedMirrored(ClosedRight):
         return MULTI_ROUND.select(step, tokens, coins)
 
 
+class WrongInSmallBatches(Coined):
+    """Right in the batches of a statistical test, and not in those of a server."""
+
+    def after(self, step: Step, walks: Walks) -> Walks:
+        return replace(walks, bonus=walks.bonus * 0) if len(walks.last) <= 4 else walks
+
+
+class GreedyInSmallBatches(WrongInSmallBatches):
+    rule = "greedy"
+
+    def select(self, step: Step, tokens: torch.Tensor, coins: Coins) -> Walks:
+        return self.after(step, RULES["greedy"].select(step, tokens, coins))
+
+
+class ClosedGreedyInBatches:
+    """Right walk by walk; of several the last has no answer of its own."""
+
+    rule, walks = "greedy", 48
+
+    def walk(self, step: Step, walks: int, seed: int) -> Walks:
+        from audit.sampler_guard import CoinWalker
+
+        drawn = CoinWalker(RULES["greedy"]).walk(step, walks, seed)
+        bonus = drawn.bonus.clone()
+        bonus[-1] = bonus[-1] if walks == 1 else 0
+        return replace(drawn, bonus=bonus)
+
+
 class OtherDrafts(Coined):
     """Hands back other drafts than it was given."""
 
@@ -215,6 +243,9 @@ def test_a_run_without_only_proves_and_sums_too(monkeypatch: pytest.MonkeyPatch)
         (Nan, "walks.peaked-fixed"),
         (Writes, "inputs"),
         (Unsteady, "repeat"),
+        (WrongInSmallBatches, "repeat"),
+        (GreedyInSmallBatches, "repeat"),
+        (ClosedGreedyInBatches, "greedy.peaked-fixed"),
         (ClosedFrozen, "walks.peaked-fixed"),
         (ClosedUnflagged, "walks.peaked-fixed"),
         (ClosedMirrored, "walks.peaked-fixed"),
@@ -222,7 +253,8 @@ def test_a_run_without_only_proves_and_sums_too(monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_faulty_samplers_fail(loaded, made: type, check_id: str) -> None:
-    report = small(sampler=loaded(made), faults=("residual_half",)).report
+    only = ("peaked-fixed",) if getattr(made, "rule", "") == "greedy" else SMALL.only
+    report = small(sampler=loaded(made), faults=("residual_half",), only=only).report
     assert (report.verdict, report.exit_code) == ("FAIL", 1)
     assert check_id in {c.id for c in report.checks if c.status == "fail"}
     if check_id.startswith("walks."):
