@@ -29,9 +29,9 @@ their kind: Lg recurrent and convolution layers, La attention layers. Tensors, w
     logits [T,V] fp32                                absent if the engine did not record them
 
 `before`, `after`, `tree`, `path`, `opening` and `history` are always there; the groups gdn, conv, attention, hidden,
-drafter, untouched and logits may be missing as a whole, from every cycle of a recording. Metadata (text): `META`. `content` is the SHA-256
-of all else in the file, `previous` that of the file before. Damage and mixed-up files are refused (`RecordError`);
-a file that is whole but tells of wrong states is a finding of the audit, not a refusal.
+drafter, untouched and logits may be missing as a whole, and then from every cycle of a recording. Metadata (text):
+`META`. `content` is the SHA-256 of all else in the file, `previous` that of the file before. Damage and mixed-up files
+are refused (`RecordError`); a file that is whole but tells of wrong states is a finding of the audit, not a refusal.
 """
 
 from __future__ import annotations
