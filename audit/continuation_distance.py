@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -52,18 +52,26 @@ class Compared:
 Cell = tuple[int, str, Tensor, Tensor]
 
 
-def compare(got: Snapshot, want: Snapshot, before: int) -> Compared:
-    """`got` against the reference `want`; before: tokens committed before the cycle.
+def compare(got: Snapshot, want: Snapshot, before: int, *, signed_zeros: bool = True) -> Compared:
+    """`got` against the reference `want`; before: tokens committed before the cycle. signed_zeros: whether the sign of
+    a zero of the recurrent state is one of its bits (`Contract.zeros`).
 
     KV of positions from `before` on is new, that before it history. Arms of different length differ in every surface.
     """
     if got.surfaces.committed != want.surfaces.committed:
         odd = {s: Apart(s, float("inf"), 1, 0, part="committed tokens") for s in SURFACES}
         return Compared(odd, Greedy(False, 0.0, float("inf")))
+    if not signed_zeros:
+        got, want = _unsigned(got), _unsigned(want)
     apart = {s: _apart(s, list(_cells(s, got, want, before))) for s in SURFACES if s not in ("next", "lengths")}
     apart["next"] = _next(got.logits, want.logits)
     apart["lengths"] = Apart("lengths", 0.0, 1, 1)
     return Compared(apart, _greedy(got.logits[-1], want.logits[-1]))
+
+
+def _unsigned(snapshot: Snapshot) -> Snapshot:
+    surfaces = replace(snapshot.surfaces, recurrent=snapshot.surfaces.recurrent + 0.0)
+    return replace(snapshot, surfaces=surfaces)
 
 
 def _cells(surface: str, got: Snapshot, want: Snapshot, before: int) -> Iterator[Cell]:

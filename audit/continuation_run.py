@@ -184,7 +184,7 @@ def collect(
             save_trace({name: snapshots[:1] for name, snapshots in reference.items()}, folder / PROMPTS_FILE)
             for future in as_completed([*futures, *(pool.submit(_work, task) for task in then)]):
                 done = future.result()
-                _sort(found, reference, done)
+                _sort(found, reference, done, stack.backend.contract.zeros == "signed")
                 progress.advance(note=f"{done.task.kind} {done.task.name}".strip())
     return found
 
@@ -208,7 +208,7 @@ def _layers(stack: Stack) -> tuple[int, int]:
     return pools.recurrent.shape[0], pools.cache.k.shape[0]
 
 
-def _sort(found: Found, reference: Trace, done: Done) -> None:
+def _sort(found: Found, reference: Trace, done: Done, signed_zeros: bool) -> None:
     task = done.task
     if task.kind == "drift":
         found.drift = done.drift
@@ -216,7 +216,8 @@ def _sort(found: Found, reference: Trace, done: Done) -> None:
     if task.kind == "calibration":
         found.spread = done.spread
         return
-    compared = {} if done.refused else against(reference, load_trace(Path(task.trace)), task.scripts)
+    trace = {} if done.refused else load_trace(Path(task.trace))
+    compared = against(reference, trace, task.scripts, signed_zeros=signed_zeros) if trace else {}
     if task.kind == "native":
         found.compared[task.name], found.pids[task.name] = compared, done.pid
     elif task.kind == "control":
@@ -228,13 +229,13 @@ def _sort(found: Found, reference: Trace, done: Done) -> None:
         found.outcomes.append(done)
 
 
-def against(reference: Trace, trace: Trace, scripts: Sequence[Script]) -> ComparedTrace:
-    """Every snapshot of the scripts against arm A's."""
+def against(reference: Trace, trace: Trace, scripts: Sequence[Script], *, signed_zeros: bool = True) -> ComparedTrace:
+    """Every snapshot of the scripts against arm A's. signed_zeros: as the contract says of recurrent states."""
     found: ComparedTrace = {}
     for script in scripts:
         bounds = (0, *script.bounds)
         pairs = zip(trace[script.name], reference[script.name], bounds, strict=False)
-        found[script.name] = [compare(got, want, before) for got, want, before in pairs]
+        found[script.name] = [compare(got, want, before, signed_zeros=signed_zeros) for got, want, before in pairs]
     return found
 
 

@@ -145,6 +145,16 @@ def test_equal_snapshots_are_at_distance_zero_and_every_surface_has_cells() -> N
     assert all(a.distance == 0 and a.cells == a.bitwise > 0 for a in found.apart.values())
 
 
+def test_the_sign_of_a_zero_of_the_state_counts_as_the_contract_says() -> None:
+    zero = torch.zeros(2, 2, 3, 4)
+    for signed, same in ((True, False), (False, True)):
+        found = compare(snapshot(recurrent=-zero), snapshot(recurrent=zero), 3, signed_zeros=signed).apart
+        assert within_bitwise(found["gdn"]) is same
+    keys = torch.zeros(1, 5, 1, 4).bfloat16()
+    found = compare(snapshot(k=-keys), snapshot(k=keys), 3, signed_zeros=False).apart
+    assert not within_bitwise(found["kv_new"])  # keys and values are moved, not computed
+
+
 def test_a_nan_is_infinitely_far() -> None:
     state = snapshot().surfaces.recurrent.clone()
     state[0, 0, 0, 0] = float("nan")
