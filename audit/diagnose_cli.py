@@ -33,8 +33,13 @@ def run(args: argparse.Namespace, command: str) -> int:
     from audit.diagnose import diagnose
     from audit.render.diagnosis import print_diagnoses
     from lumotree.backends.loader import load_backend
+    from lumotree.backends.protocol import covered_surfaces
+    from lumotree.errors import InputError
 
-    load_backend(args.backend)
+    covered = covered_surfaces(load_backend(args.backend))
+    missing = [s for s in args.surface or covered if not all(covered[s])]
+    if missing and (args.surface or len(missing) == len(covered)):
+        raise InputError(f"diagnose: backend {args.backend!r} has no {', '.join(missing)}: no case could fail")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

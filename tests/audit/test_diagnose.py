@@ -150,6 +150,18 @@ def test_the_command_prints_the_name_and_ends_with_1(capsys: Any, monkeypatch: A
     assert "unknown case 'no/such'" in capsys.readouterr().err
 
 
+def test_a_surface_that_the_backend_lacks_is_refused_and_not_called_right(
+    capsys: Any, monkeypatch: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "kernel_without_gdn.py").write_text(
+        "from faults import Faulty\nfrom lumotree.backends.torch_backend import TorchBackend\n"
+        "def Kernel(): return Faulty(TorchBackend(), gdn_verify=None, gdn_publish=None)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["diagnose", "--backend", "kernel_without_gdn:Kernel", "--surface", "gdn"]) == 2
+    assert "has no gdn: no case could fail" in capsys.readouterr().err
+
+
 def test_check_diagnoses_a_failure_and_reports_it(monkeypatch: Any) -> None:
     made: Callable[..., Any] = suite.load_backend
     monkeypatch.setattr(suite, "load_backend", lambda spec: CATALOGUE["taps_reversed.conv"].wrap(made("torch")))
