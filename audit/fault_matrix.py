@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from audit.metamorphic import RELATIONS
 from audit.render.progress import Progress
 from audit.runner import default_workers
 from audit.scene import scene_of
-from faults import BLIND, CATALOGUE, EVERY, Fault
+from faults import BLIND, CATALOGUE, EVERY, Fault, Faulty
 from lumotree.backends.loader import load_backend
 from lumotree.contract import Contract
 
@@ -103,10 +103,23 @@ class Cases:
     def __init__(self, specs: Iterable[CaseSpec], contract: Contract) -> None:
         self.specs = list(specs)
         self.scenes = [scene_of(Case(s, contract)) for s in self.specs]
+        self._own: dict[tuple[str, str], str] = {}
 
     def reaching(self, fault: Fault) -> Iterator[CaseSpec]:
         """Cases that have what the fault needs, from the smallest on."""
         return (spec for spec, scene in zip(self.specs, self.scenes, strict=True) if fault.reaches(scene))
+
+    def own_failure(self, backend: Any, surface: str, spec: CaseSpec) -> str:
+        """The check that the backend fails on a case without any fault, or ""; asked once."""
+        key = surface, spec.id
+        if key not in self._own:
+            bare = component_trial(backend, replace(NO_FAULT, surface=surface), spec)
+            self._own[key] = bare.note or ", ".join(bare.caught[:1])
+        return self._own[key]
+
+
+#: What a backend that is wrong by itself is told from a fault by.
+NO_FAULT = replace(next(iter(CATALOGUE.values())), id="none", wrap=Faulty, knob=None)
 
 
 def audit_fault(backend: Any, fault: Fault, cases: Cases, plan: Plan) -> Row:
@@ -116,6 +129,9 @@ def audit_fault(backend: Any, fault: Fault, cases: Cases, plan: Plan) -> Row:
         return Row(fault.id, fault.surface, "NotReached", "", {}, None, note=note)
     trials = []
     for spec in cases.reaching(fault):
+        if own := cases.own_failure(backend, fault.surface, spec):
+            note = f"without the fault too: {own}; the backend is wrong by itself, so that nothing can be caught"
+            return Row(fault.id, fault.surface, "Crashed", spec.id, {}, None, note=note)
         trials.append(component_trial(backend, fault, spec))
         if trials[-1].state in ("Caught", "Equivalent"):
             break

@@ -86,6 +86,18 @@ def test_a_fault_that_the_kernel_refuses_is_a_crash_with_its_message(cases: Case
     assert row.state == "Crashed" and "row=3 has parent 0" in row.note and missed([row]) == [row]
 
 
+@pytest.mark.parametrize("own", ["wrong_parent.gdn", "state_not_published.gdn"])
+def test_a_backend_that_is_wrong_by_itself_catches_nothing_and_the_run_fails(own: str) -> None:
+    """Or any fault put on top of its own would be called caught."""
+    wrong = CATALOGUE[own].wrap(INNER)
+    cases = Cases(ladder(1), INNER.contract)
+    row = audit_fault(wrong, replace(CATALOGUE["sibling_published.gdn"], wrap=Faulty), cases, PLAN)
+    assert row.state == "Crashed" and "wrong by itself" in row.note
+    assert to_report([row], PLAN, "command", 1.0).exit_code == 1
+    other = audit_fault(wrong, CATALOGUE["sibling_published.conv"], cases, PLAN)
+    assert other.state == "Caught"  # another surface, which is right
+
+
 def test_a_harmless_change_is_equivalent_and_a_flagged_one_fails(cases: Cases) -> None:
     quiet = CATALOGUE["poisoned_inactive.conv"]
     assert audit_fault(INNER, quiet, cases, PLAN).state == "Equivalent"
