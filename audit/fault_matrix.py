@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,12 +14,12 @@ from scipy import stats
 from audit.cases import Case, CaseSpec
 from audit.fault_cases import heldout_ladder, ladder
 from audit.fault_programs import PROGRAMS
-from audit.fault_trial import Trial, component_trial, program_trial, relation_trial
+from audit.fault_trial import Trial, component_trial, own_failure, program_trial, relation_trial
 from audit.metamorphic import RELATIONS
 from audit.render.progress import Progress
 from audit.runner import default_workers
 from audit.scene import scene_of
-from faults import BLIND, CATALOGUE, EVERY, Fault, Faulty
+from faults import BLIND, CATALOGUE, EVERY, Fault
 from lumotree.backends.loader import load_backend
 from lumotree.contract import Contract
 
@@ -113,13 +113,8 @@ class Cases:
         """The check that the backend fails on a case without any fault, or ""; asked once."""
         key = surface, spec.id
         if key not in self._own:
-            bare = component_trial(backend, replace(NO_FAULT, surface=surface), spec)
-            self._own[key] = bare.note or ", ".join(bare.caught[:1])
+            self._own[key] = own_failure(backend, surface, spec)
         return self._own[key]
-
-
-#: What a backend that is wrong by itself is told from a fault by.
-NO_FAULT = replace(next(iter(CATALOGUE.values())), id="none", wrap=Faulty, knob=None)
 
 
 def audit_fault(backend: Any, fault: Fault, cases: Cases, plan: Plan) -> Row:

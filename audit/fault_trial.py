@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from audit.component import audit_case
 from audit.fault_programs import run_program
 from audit.metamorphic import RELATIONS
 from audit.tally import judged
-from faults import Fault, Faulty
+from faults import CATALOGUE, Fault, Faulty
 from lumotree.backends.protocol import SURFACES
 from lumotree.errors import InputError
 
@@ -76,6 +76,16 @@ def component_trial(backend: Any, fault: Fault, spec: CaseSpec, size: float | No
         return Trial(fault.id, spec.id, "Crashed", changed=tuple(faulty.changed), note=str(refusal))
     tallies = [t for t in result.tallies.values() if t.cells and judged(t.check, backend.contract)]
     return _trial(fault, spec.id, faulty, tuple(t.check for t in tallies if t.failed), tuple(t.check for t in tallies))
+
+
+def own_failure(backend: Any, surface: str, spec: CaseSpec) -> str:
+    """The check that a backend fails on a case without any fault, or why it refuses the case; "" if neither."""
+    bare = component_trial(backend, replace(_NO_FAULT, surface=surface), spec)
+    return bare.note or "".join(bare.caught[:1])
+
+
+#: Put around a backend, it leaves it as it is.
+_NO_FAULT = replace(next(iter(CATALOGUE.values())), id="none", wrap=Faulty, knob=None)
 
 
 def relation_trial(backend: Any, fault: Fault, relation: str, seed: int, size: float | None = None) -> Trial | None:

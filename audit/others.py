@@ -19,7 +19,7 @@ from audit.cases import Case, CaseSpec
 from audit.environment import environment
 from audit.fault_cases import heldout_ladder
 from audit.fault_matrix import exact_interval
-from audit.fault_trial import alone, coins_of, component_trial
+from audit.fault_trial import alone, coins_of, component_trial, own_failure
 from audit.native import NativeChain, rows_of
 from audit.render.progress import Progress
 from audit.report import Check, Report, decide
@@ -32,7 +32,7 @@ from lumotree.backends.loader import load_backend
 from lumotree.backends.protocol import SURFACES
 from lumotree.backends.reference import ReferenceBackend
 from lumotree.contract import Contract
-from lumotree.errors import InputError
+from lumotree.errors import BackendError, InputError
 
 #: First seed of the cases; apart from those of the matrix and of the diagnosis.
 FIRST_SEED = 700_000
@@ -197,15 +197,25 @@ class Comparison:
 
 
 def compare(backend: str, clean_seeds: int = 3, only: Sequence[str] = ()) -> Comparison:
-    """Every fault in front of a backend on its smallest held-out case, and right kernels on all of them."""
+    """Every fault in front of a backend on its smallest held-out case, and right kernels on all of them.
+
+    Raises BackendError for a backend that is wrong there without a fault: every rule would seem to catch every fault.
+    """
     inner = load_backend(backend)
     chosen = [f for f in CATALOGUE.values() if f.expect == "detected" and f.fits(inner) and (not only or f.id in only)]
     caught: dict[str, list[str]] = {name: [] for name in RULES}
-    reached, ours = [], 0
+    reached, ours, right = [], 0, set[tuple[str, str]]()
     with Progress(len(chosen), "faults under other rules") as progress:
         for fault in chosen:
             spec = _case(fault, inner.contract)
             progress.advance(note=fault.id)
+            if spec is not None and (fault.surface, spec.id) not in right:
+                if own := own_failure(inner, fault.surface, spec):
+                    raise BackendError(
+                        f"others: expected a backend that passes; {backend!r} fails {fault.surface} in {spec.id} "
+                        f"without a fault: {own}; see `lumotree-audit check`"
+                    )
+                right.add((fault.surface, spec.id))
             trial = component_trial(inner, fault, spec) if spec else None
             if spec is None or trial is None or trial.state == "NotReached":
                 continue

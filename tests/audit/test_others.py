@@ -12,6 +12,7 @@ from audit.fault_cases import heldout_ladder
 from audit.others import RULES, Pair, compare, flagged, pairs_of, to_report
 from faults import CATALOGUE
 from lumotree.backends.loader import load_backend
+from lumotree.errors import BackendError
 
 TAPS, HALF = "taps_reversed.conv", "stored_bf16.gdn"
 
@@ -70,6 +71,15 @@ def test_a_comparison_counts_faults_and_right_runs(monkeypatch: Any) -> None:
     assert set(found.alarms.values()) == {0}
     report = to_report(found, "torch", "command", 1.0)
     assert report.verdict == "PASS" and report.facts["others"]["allclose 1e-2"]["missed"] == [HALF]
+
+
+@pytest.mark.parametrize("own", [TAPS, HALF])
+def test_a_backend_that_fails_without_a_fault_is_refused(own: str, monkeypatch: Any) -> None:
+    """Or every rule would be credited with every fault."""
+    wrong = CATALOGUE[own].wrap(load_backend("torch"))
+    monkeypatch.setattr(others, "load_backend", lambda name: wrong)
+    with pytest.raises(BackendError, match=f"fails {own.rpartition('.')[2]} in .* without a fault"):
+        compare("torch", 1, (own,))
 
 
 def test_the_command_prints_a_line_a_rule(capsys: Any, monkeypatch: Any) -> None:
