@@ -42,7 +42,7 @@ def run(args: argparse.Namespace, command: str) -> int:
     from audit.fault_report import to_report
     from audit.fault_sampler import sampler_rows
     from audit.files import write_atomically
-    from audit.render import check_writable, write_report
+    from audit.render import MATRIX, check_writable, write_report
     from audit.render.matrix import matrix_svg, print_matrix
     from audit.render.terminal import print_report
     from faults import EVERY
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace, command: str) -> int:
     report = to_report(rows, plan, command, time.perf_counter() - started, round(peak, 1))
     if args.report:
         write_report(report, args.report)
-        write_atomically({Path(args.report) / "matrix.svg": matrix_svg(rows).encode()})
+        write_atomically({Path(args.report) / MATRIX: matrix_svg(rows).encode()})
     print_matrix(rows, every=args.list)
     print_report(report)
     return report.exit_code

@@ -9,6 +9,7 @@ import pandas as pd
 from audit.files import probe_writable, write_atomically
 from audit.frame import FRAME_FILES, frame_bytes
 from audit.render.continuation import PICTURE, drift_picture
+from audit.render.decode import PICTURE as LENGTHS
 from audit.render.json import render_json
 from audit.render.junit import render_junit
 from audit.render.markdown import render_markdown
@@ -16,6 +17,12 @@ from audit.report import Report
 from lumotree.errors import ReportError
 
 __all__ = ["check_writable", "write_report"]
+
+#: Name of the picture of a detection matrix.
+MATRIX = "matrix.svg"
+
+#: What commands draw beside a report; one of their own is written after it.
+PICTURES = (PICTURE, LENGTHS, MATRIX)
 
 
 def check_writable(folder: str | Path) -> None:
@@ -33,7 +40,7 @@ def write_report(report: Report, folder: str | Path, frame: pd.DataFrame | None 
     """Write report.json, junit.xml, summary.md, with a frame the per-cell results, with a drift its picture; return the
     paths.
 
-    Files of an earlier report in the same folder are replaced, and its per-cell results do not stay behind.
+    Files of an earlier report in the same folder are replaced; its per-cell results and pictures do not stay behind.
     Raises ReportError, before anything is written, for a folder that cannot be written to.
     """
     target = Path(folder)
@@ -47,7 +54,7 @@ def write_report(report: Report, folder: str | Path, frame: pd.DataFrame | None 
     check_writable(target)
     try:
         write_atomically(contents)
-        for stale in (target / name for name in FRAME_FILES):
+        for stale in (target / name for name in (*FRAME_FILES, *PICTURES)):
             if stale not in contents:
                 stale.unlink(missing_ok=True)
     except OSError as cause:

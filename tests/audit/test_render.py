@@ -269,8 +269,10 @@ def test_write_report_writes_all_files(tmp_path: Path) -> None:
     assert back["value"].tolist() == [0.25]
 
 
-def test_cells_of_an_earlier_report_do_not_stay(tmp_path: Path) -> None:
+def test_cells_and_pictures_of_an_earlier_report_do_not_stay(tmp_path: Path) -> None:
     write_report(REPORTS["PASS"], tmp_path, frame())
+    for name in ("drift.svg", "accepted-length.svg", "matrix.svg"):
+        (tmp_path / name).write_text("<svg/>")
     write_report(REPORTS["FAIL"], tmp_path)
     assert sorted(os.listdir(tmp_path)) == ["junit.xml", "report.json", "summary.md"]
 
