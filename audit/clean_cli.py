@@ -25,12 +25,12 @@ def register(commands: Any) -> None:
 def run(args: argparse.Namespace, command: str) -> int:
     """Run the cases; 0 without a false alarm, 1 with one, 3 if there was none to run. Raises InputError."""
     from audit.clean import run_clean, to_report
-    from audit.render import check_writable, write_report
+    from audit.render import start_report, write_report
     from audit.render.terminal import print_report
 
     started = time.perf_counter()
     if args.report:
-        check_writable(args.report)
+        start_report(args.report)
     found = run_clean(args.backends.split(","), args.cases, args.seed, args.workers, args.first)
     report = to_report(found, args.seed, command, time.perf_counter() - started)
     if args.report:

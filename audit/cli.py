@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from audit.sampler import Options as SamplerOptions
 
 EXIT_USAGE, EXIT_INTERNAL = 2, 70
+OUR_BACKENDS = ("torch", "triton")
+"""Backends whose unrestricted `check` runs every suite: the samplers are ours too."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -172,10 +174,15 @@ def _suites(args: argparse.Namespace) -> tuple[str, ...]:
 
         raise InputError(f"--suite {args.suite}: --only and --graph belong to the component suite; leave them out, or "
                          "use lumotree-audit sample --only STEP")  # fmt: skip
+    if args.suite == "sampler" and args.backend not in OUR_BACKENDS:
+        from lumotree.errors import InputError
+
+        raise InputError(f"--suite sampler: it audits a selection rule and would not touch --backend {args.backend}; "
+                         "name a sampler: lumotree-audit sample --sampler module:object")  # fmt: skip
     if args.suite in ("component", "sampler", "continuation"):
         return (args.suite,)
     restricted = component_only or args.device != "cpu" or any((args.shape, args.sets, args.instances))
-    if args.suite is None and (restricted or args.backend not in ("torch", "triton")):
+    if args.suite is None and (restricted or args.backend not in OUR_BACKENDS):
         return ("component",)
     # Under Triton's interpreter a whole model would take hours.
     interpreted = args.backend == "triton" and args.device == "cpu"
@@ -214,11 +221,11 @@ def _check_sampler(args: argparse.Namespace, command: str, nested: bool) -> int:
 
 def _sample(options: SamplerOptions, report: str | None) -> int:
     from audit import sampler
-    from audit.render import check_writable, write_report
+    from audit.render import start_report, write_report
     from audit.render.terminal import print_report
 
     if report:
-        check_writable(report)
+        start_report(report)
     run = sampler.check(options)
     if report:
         write_report(run.report, report, run.frame)
@@ -228,7 +235,7 @@ def _sample(options: SamplerOptions, report: str | None) -> int:
 
 def _audit(args: argparse.Namespace, command: str) -> int:
     from audit import suite
-    from audit.render import check_writable, write_report
+    from audit.render import start_report, write_report
     from audit.render.terminal import print_report
 
     options = suite.Options(
@@ -247,10 +254,12 @@ def _audit(args: argparse.Namespace, command: str) -> int:
     )
     suite.check_device(options.device)
     if args.report:
-        check_writable(args.report)
+        start_report(args.report)
     run = suite.calibrate(options, args.force) if args.command == "calibrate" else suite.check(options)
     if args.report:
         write_report(run.report, args.report, run.frame)
+    if args.command == "calibrate" and run.report.envelope is not None:
+        print(f"envelope written: {run.report.envelope.path}")
     print_report(run.report)
     return run.report.exit_code
 

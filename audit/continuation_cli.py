@@ -38,11 +38,11 @@ def _count(text: str) -> int:
 
 def run(args: argparse.Namespace, command: str) -> int:
     """Run the command and return its exit code. Raises InputError."""
-    from audit.render import check_writable, write_report
+    from audit.render import start_report, write_report
     from audit.render.terminal import print_report
 
     if args.report:
-        check_writable(args.report)
+        start_report(args.report)
     report, frame = _recorded(args, command) if args.dump is not None else _live(args, command)
     if args.report:
         write_report(report, args.report, frame)
@@ -90,14 +90,14 @@ def check(args: argparse.Namespace, command: str, nested: bool) -> int:
     """The suite as a part of `check`. nested: its report goes into a folder of its own. Raises InputError."""
     from audit import continuation
     from audit.continuation_stack import StackSpec
-    from audit.render import check_writable, write_report
+    from audit.render import start_report, write_report
     from audit.render.terminal import print_report
     from audit.suite import check_device
 
     check_device(args.device)
     folder = f"{args.report}/continuation" if args.report and nested else args.report
     if folder:
-        check_writable(folder)
+        start_report(folder)
     spec = StackSpec(backend=args.backend, device=args.device)
     options = continuation.Options(spec, args.seed, CHECK_DRIFT, workers=args.workers, command=command)
     done = continuation.check(options)

@@ -72,12 +72,12 @@ def options_of(args: argparse.Namespace, command: str) -> Any:
 def run(args: argparse.Namespace, command: str) -> int:
     """Run the command and return its exit code. Raises InputError."""
     from audit.decode import run_decode
-    from audit.render import check_writable, write_report
+    from audit.render import start_report, write_report
     from audit.render.decode import histogram, write_picture
     from audit.render.terminal import print_report
 
     if args.report:
-        check_writable(args.report)
+        start_report(args.report)
     report = run_decode(options_of(args, command)).report
     if args.report:
         write_report(report, args.report)

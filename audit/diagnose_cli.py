@@ -68,12 +68,12 @@ def _chosen(args: argparse.Namespace) -> list[Any] | None:
 
 def _evaluate(args: argparse.Namespace, command: str) -> int:
     from audit.diagnose_eval import run_evaluation, to_report
-    from audit.render import check_writable, write_report
+    from audit.render import start_report, write_report
     from audit.render.terminal import print_report
 
     started = time.perf_counter()
     if args.report:
-        check_writable(args.report)
+        start_report(args.report)
     report = to_report(run_evaluation(args.evaluate, args.workers), command, time.perf_counter() - started)
     if args.report:
         write_report(report, args.report)

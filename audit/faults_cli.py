@@ -42,7 +42,7 @@ def run(args: argparse.Namespace, command: str) -> int:
     from audit.fault_report import to_report
     from audit.fault_sampler import sampler_rows
     from audit.files import write_atomically
-    from audit.render import MATRIX, check_writable, write_report
+    from audit.render import MATRIX, start_report, write_report
     from audit.render.matrix import matrix_svg, print_matrix
     from audit.render.terminal import print_report
     from faults import EVERY
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace, command: str) -> int:
 
     started = time.perf_counter()
     if args.report:
-        check_writable(args.report)
+        start_report(args.report)
     own = [fault.id for fault in every_fault() if fault.blind or not args.blind]
     known = own if args.blind else [*own, *SAMPLER_FAULTS]
     chosen = [name for name in known if not args.only or any(text in name for text in args.only)]

@@ -57,12 +57,12 @@ def run(args: argparse.Namespace, command: str) -> int:
 
     from audit.files import probe_writable
     from audit.fuzz import FuzzOptions, fuzz
-    from audit.render import check_writable, write_report
+    from audit.render import start_report, write_report
     from audit.render.terminal import print_report
     from lumotree.errors import InputError
 
     if args.report:
-        check_writable(args.report)
+        start_report(args.report)
     if args.script:
         try:
             probe_writable(Path(args.script).resolve().parent)

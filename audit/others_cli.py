@@ -23,13 +23,13 @@ def run(args: argparse.Namespace, command: str) -> int:
     import torch
 
     from audit.others import compare, to_report
-    from audit.render import check_writable, write_report
+    from audit.render import start_report, write_report
     from audit.render.others import print_comparison
     from audit.render.terminal import print_report
 
     started, threads = time.perf_counter(), torch.get_num_threads()
     if args.report:
-        check_writable(args.report)
+        start_report(args.report)
     torch.set_num_threads(1)
     try:
         found = compare(args.backend, args.clean_seeds)

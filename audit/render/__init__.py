@@ -16,7 +16,7 @@ from audit.render.markdown import render_markdown
 from audit.report import Report
 from lumotree.errors import ReportError
 
-__all__ = ["check_writable", "write_report"]
+__all__ = ["check_writable", "start_report", "write_report"]
 
 #: Name of the picture of a detection matrix.
 MATRIX = "matrix.svg"
@@ -34,6 +34,20 @@ def check_writable(folder: str | Path) -> None:
         raise ReportError(
             f"report folder {target}: expected a writable folder, found: {cause}; choose another"
         ) from cause
+
+
+def start_report(folder: str | Path) -> None:
+    """Make room for a run's report before the run: prove that files can be made, and remove an earlier run's.
+
+    A run that is interrupted or refused must not leave the verdict of another one where its own is looked for. Other
+    files stay. Raises ReportError.
+    """
+    check_writable(folder)
+    try:
+        for name in ("report.json", "junit.xml", "summary.md", *FRAME_FILES, *PICTURES):
+            (Path(folder) / name).unlink(missing_ok=True)
+    except OSError as cause:
+        raise ReportError(f"report folder {folder}: cannot remove an earlier report: {cause}") from cause
 
 
 def write_report(report: Report, folder: str | Path, frame: pd.DataFrame | None = None) -> list[Path]:

@@ -109,6 +109,17 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {"codes": codes, "folder": folder, "report": Path(report), "envelope": Path(envelope), "size": size}
 
 
+def test_a_run_that_does_not_end_leaves_no_earlier_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("audit.suite.check", interrupted)
+    for name in ("report.json", "junit.xml", "summary.md"):
+        (tmp_path / name).write_text("PASS")
+    assert run("check", "--suite", "component", "--report", str(tmp_path)) == 130
+    assert os.listdir(tmp_path) == []
+
+
 def test_a_right_backend_ends_with_0_and_leaves_a_complete_report(whole: dict[str, Any]) -> None:
     assert whole["codes"] == [0, 0]
     data = json.loads((whole["report"] / "report.json").read_text())
@@ -360,7 +371,9 @@ def test_changed_judging_code_refuses_the_envelope(
     assert "code_sha256 (the judging code)" in capsys.readouterr().err
 
 
-def test_an_envelope_is_never_half_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_envelope_is_never_half_written(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (folder / "env.json").write_text("the old one")
 
     def full(handle: int) -> None:
@@ -375,6 +388,7 @@ def test_an_envelope_is_never_half_written(folder: Path, monkeypatch: pytest.Mon
     monkeypatch.undo()
     os.chdir(folder)
     assert run("calibrate", *MICRO, *size, "--envelope", "env.json", "--force") == 0
+    assert "envelope written: env.json" in capsys.readouterr().out
     assert json.loads((folder / "env.json").read_text())["planned"] == 2
 
 

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from audit.frame import cells_frame
-from audit.render import check_writable, write_report
+from audit.render import check_writable, start_report, write_report
 from audit.render.json import parse_json, render_json
 from audit.render.junit import render_junit
 from audit.render.markdown import render_markdown
@@ -305,6 +305,20 @@ def test_a_report_that_cannot_be_finished_leaves_the_old_one(tmp_path: Path, mon
 def test_check_writable_leaves_no_trace(tmp_path: Path) -> None:
     check_writable(tmp_path / "new")
     assert os.listdir(tmp_path) == []
+
+
+def test_a_started_report_leaves_no_earlier_verdict_and_what_is_not_its_own(tmp_path: Path) -> None:
+    write_report(REPORTS["PASS"], tmp_path, frame())
+    for name in ("drift.svg", "accepted-length.svg", "matrix.svg", "notes.txt"):
+        (tmp_path / name).write_text("")
+    start_report(tmp_path)
+    assert os.listdir(tmp_path) == ["notes.txt"]
+
+
+def test_an_earlier_report_that_cannot_be_removed_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "report.json").mkdir()
+    with pytest.raises(ReportError, match="cannot remove an earlier report"):
+        start_report(tmp_path)
 
 
 def test_an_infinite_ratio_is_readable_everywhere() -> None:

@@ -37,3 +37,5 @@ def test_the_adapter_example_is_complete_and_passes(
     assert main(["calibrate", *words]) == 0
     assert main(["check", *words]) == 0
     assert "conv not covered, attention not covered" in capsys.readouterr().out
+    # Programs also step with padding requests, which the component suite's chain of one request never has.
+    assert main(["fuzz", "--backend", "my_adapter:MyKernel", "--examples", "25"]) == 0

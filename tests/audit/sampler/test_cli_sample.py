@@ -199,6 +199,11 @@ def test_which_suites_run(words: tuple[str, ...], expected: tuple[str, ...]) -> 
     assert suites(*words) == expected
 
 
+def test_the_sampler_suite_is_not_run_in_the_name_of_a_kernel(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "--backend", "reference", "--suite", "sampler"]) == 2
+    assert "would not touch --backend reference" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("suite", ["sampler", "continuation", "all"])
 def test_only_belongs_to_the_component_suite(suite: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check", "--suite", suite, "--only", "case"]) == 2
