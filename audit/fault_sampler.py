@@ -1,11 +1,10 @@
-"""Rows of the matrix for sampler faults: each in the captured-like steps at a small vocabulary."""
+"""Rows of the matrix for sampler faults: each in the made steps at a small vocabulary and in the captured ones."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from audit.fault_matrix import Rate, Row
-from audit.fault_source import RecipeSource
 from audit.render.progress import Progress
 from audit.sampler_cases import captured_cases
 from audit.sampler_control import LEAST_TV, CachedSource, ControlPlan, ControlResult, run_controls
@@ -23,17 +22,17 @@ MIN_VISITS = 50
 def sampler_rows(seed: int, vocab: int = VOCAB, steps: tuple[str, ...] = ()) -> list[Row]:
     """One row a sampler fault. A fault counts as reached in a step whose law it moves by LEAST_TV or more (or whose
     walks it makes depend on each other); the size of a rate is the least exact total variation that was seen.
-    steps: captured-like steps to try, all by default."""
+    steps: names of steps to try, all by default."""
     loaded = load_sampler("multi-round")
     found: dict[str, list[ControlResult]] = {fault: [] for fault in SAMPLER_FAULTS}
     cases = captured_cases(loaded.claims, steps, vocab)
     with Progress(len(cases), "sampler faults") as progress:
         for case in cases:
             step = case.make()
-            clean = clean_law("multi-round", step)
-            if clean is None or case.recipe is None:
-                raise BackendError(f"sampler faults: expected a step with a recipe and a law, got {case.name}")
-            source = CachedSource(RecipeSource(case.recipe, step))
+            clean, read = clean_law("multi-round", step), case.source(step)
+            if clean is None or read is None:
+                raise BackendError(f"sampler faults: expected a step with logits and a law, got {case.name}")
+            source = CachedSource(read)
             plan = ControlPlan(case.name, step, source, clean, LEVEL, seed, True, battery_walks=BATTERY_WALKS,
                                min_visits=MIN_VISITS)  # fmt: skip
             for result, _ in run_controls(plan):

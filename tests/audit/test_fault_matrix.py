@@ -17,13 +17,15 @@ from audit.fault_cases import heldout_ladder, ladder
 from audit.fault_matrix import Cases, Plan, Rate, Row, audit_fault, exact_interval, run_matrix
 from audit.fault_programs import PROGRAMS, run_program
 from audit.fault_report import missed, records, to_report
-from audit.fault_sampler import sampler_rows
+from audit.fault_sampler import VOCAB, sampler_rows
 from audit.fault_trial import component_trial, program_trial, relation_trial
 from audit.render.matrix import matrix_svg, print_matrix
 from audit.report import from_json
+from audit.sampler_cases import CAPTURED_VOCAB, captured_cases
 from faults import BLIND, CATALOGUE, Fault, Faulty
 from faults.sampler import SAMPLER_FAULTS
 from lumotree.backends.loader import load_backend
+from lumotree.backends.sampler_loader import load_sampler
 from lumotree.backends.torch_backend import TorchBackend
 from lumotree.contract import Contract
 from lumotree.errors import PathError
@@ -221,6 +223,16 @@ def test_sampler_faults_have_rows_with_the_least_total_variation_seen() -> None:
     assert rows["deterministic_q_one"].state == "Equivalent"
     assert rows["floor_24_bits"].state == "NotReached" and "total variation" in rows["floor_24_bits"].note
     assert not missed(list(rows.values()))
+
+
+def test_sampler_faults_are_tried_in_captured_steps_too() -> None:
+    rows = {row.fault: row for row in sampler_rows(1, CAPTURED_VOCAB, ("code-fixed",))}
+    assert rows["accept_all"].state == "Caught" and rows["accept_all"].case == "code-fixed"
+
+
+def test_every_default_step_has_what_the_matrix_needs() -> None:
+    for case in captured_cases(load_sampler("multi-round").claims, (), VOCAB):
+        assert case.source(case.make()) is not None
 
 
 def test_tables_fit_80_columns_and_name_what_was_not_caught() -> None:
