@@ -90,9 +90,12 @@ def _multi_round(start: Start, backwards: bool, prepared: PreparedStep, drafts: 
             accepted = coins.accept[here, child] < residual.ratio(tokens, one)
             last[here[accepted]] = child
             here = here[~accepted]
+            if not len(here):  # state that all walks share does not shrink with them: nothing is left to refuse for
+                break
             residual.keep(~accepted)
             residual.refuse(take(tokens, ~accepted), one)
-        bonus[here] = residual.draw(coins.residual[here, row])
+        else:
+            bonus[here] = residual.draw(coins.residual[here, row])
     return last, bonus
 
 
@@ -115,6 +118,8 @@ def _traversal(prepared: PreparedStep, drafts: Tensor, coins: Coins) -> Decision
             tokens = take(drafts[:, child], here[alive])
             gone = visit(child, here[alive], residual.ratio(tokens, reach))
             alive, reach = alive[gone], take(reach, gone)
+            if not len(alive):  # as in _multi_round
+                return torch.zeros(len(here), dtype=torch.bool, device=here.device)
             residual.keep(gone)
             reach = residual.refuse(take(tokens, gone), reach)
         walks_here = here[alive]
