@@ -6,11 +6,10 @@ run gets no speed. A speed without them means nothing: a fast kernel that leaves
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from audit.bench_render import Outcome, print_table, write_files
 from audit.bench_time import Ceilings, Timed, measure_ceilings, on_gpu
@@ -18,6 +17,7 @@ from audit.cases import Case
 from audit.component import audit_case
 from audit.environment import environment
 from audit.families import SHAPES, Shape, fitting_shape, units
+from audit.processes import one_thread
 from audit.render import check_writable
 from audit.render.progress import Progress
 from audit.suite import check_device
@@ -58,14 +58,9 @@ def run_bench(options: Options) -> int:
     check_device(options.device)
     if options.report:
         check_writable(options.report)
-    threads = torch.get_num_threads()
-    if not on_gpu(options.device):
-        torch.set_num_threads(1)
-    try:
+    with nullcontext() if on_gpu(options.device) else one_thread():
         ceilings = measure_ceilings(options.device)
         outcomes = _all(options, ceilings)
-    finally:
-        torch.set_num_threads(threads)
     facts = {**environment(), "command": options.command, **asdict(ceilings), "options": asdict(options)}
     print_table(outcomes, facts)
     if options.report:

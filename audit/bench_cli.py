@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from audit.arguments import positive
+
 
 def register(commands: Any) -> None:
     """Add the command."""
@@ -18,19 +20,13 @@ def register(commands: Any) -> None:
     bench.add_argument("--device", default="cpu", help="torch device (default cpu)")
     bench.add_argument("--backends", default=None, metavar="NAMES", help="comma-separated (default: what suits the "
                        "device, and the peers that are installed)")  # fmt: skip
-    bench.add_argument("--repeat", type=_positive, default=5, help="timed repetitions; medians are printed (default 5)")
-    bench.add_argument("--batch", type=_positive, default=1, help="requests, each with a tree of its own (default 1)")
-    bench.add_argument("--layers", type=_positive, default=None, help="layers timed (default 48 on a GPU, 1 on a CPU)")
-    bench.add_argument("--units", type=_positive, default=1, help="audited layer instances (default 1)")
+    bench.add_argument("--repeat", type=positive, default=5, help="timed repetitions; medians are printed (default 5)")
+    bench.add_argument("--batch", type=positive, default=1, help="requests, each with a tree of its own (default 1)")
+    bench.add_argument("--layers", type=positive, default=None, help="layers timed (default 48 on a GPU, 1 on a CPU)")
+    bench.add_argument("--units", type=positive, default=1, help="audited layer instances (default 1)")
     bench.add_argument("--seed", type=int, default=1, help="seed of every draw (default 1)")
     bench.add_argument("--report", default=None, metavar="DIR", help="write bench.json, bench.md and bench.svg there")
     bench.set_defaults(run=_run)
-
-
-def _positive(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected an integer >= 1, got {text!r}")
-    return int(text)
 
 
 def _run(args: argparse.Namespace, command: str) -> int:

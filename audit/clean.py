@@ -18,6 +18,7 @@ from audit.environment import environment
 from audit.families import DIMS_MICRO_EXACT
 from audit.fault_matrix import exact_interval
 from audit.metamorphic import RELATIONS
+from audit.processes import one_thread
 from audit.render.progress import Progress
 from audit.report import Check, Finding, Report, decide
 from audit.runner import default_workers
@@ -182,12 +183,8 @@ def _parts(backends: Sequence[str], numbers: range, seed: int, workers: int, siz
         own = numbers[at :: len(backends)]
         jobs += [(backend, seed, own[i : i + size]) for i in range(0, len(own), size)]
     if workers == 0:
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
+        with one_thread():
             yield from (clean_cases(*job) for job in jobs)
-        finally:
-            torch.set_num_threads(threads)
         return
     context = multiprocessing.get_context("spawn")  # see audit.runner
     with ProcessPoolExecutor(workers, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:

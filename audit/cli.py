@@ -20,6 +20,7 @@ from audit import (
     fuzz_cli,
     others_cli,
 )
+from audit.arguments import natural, positive
 
 if TYPE_CHECKING:
     from audit.sampler import Options as SamplerOptions
@@ -72,49 +73,31 @@ def parser() -> argparse.ArgumentParser:
 def _sampler_arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--sampler", default="multi-round", help="rule (multi-round, naive, greedy, traversal), other "
                      "known name, or module:object")  # fmt: skip
-    sub.add_argument("--walks", type=_positive, default=200_000, help="walks a step before the first look "
+    sub.add_argument("--walks", type=positive, default=200_000, help="walks a step before the first look "
                      "(default 200,000)")  # fmt: skip
-    sub.add_argument("--exact", type=_seed, default=10_000, metavar="N", help="configurations on which the rules are "
+    sub.add_argument("--exact", type=natural, default=10_000, metavar="N", help="configurations on which the rules are "
                      "proved (default 10,000; 0 = none)")  # fmt: skip
-    sub.add_argument("--seed", type=_seed, default=1, help="seed of every draw (default 1)")
+    sub.add_argument("--seed", type=natural, default=1, help="seed of every draw (default 1)")
     sub.add_argument("--only", action="append", default=[], metavar="STEP", help="this captured-like step alone, "
                      "nothing else (repeatable)")  # fmt: skip
     sub.add_argument("--step", action="append", default=[], metavar="FILE", help="a step that you captured, .npz with "
                      "parents, tokens, target and more (repeatable; see audit/sampler_file.py)")  # fmt: skip
-    sub.add_argument("--workers", type=_workers, default=None, help="worker processes, 0 = this one")
+    sub.add_argument("--workers", type=natural, default=None, help="worker processes, 0 = this one")
     sub.add_argument("--report", default=None, metavar="DIR", help="write report.json, junit.xml, summary.md there")
     for name, default in (("--vocab", 151_936), ("--min-visits", 2_000)):  # for tests of the audit itself
-        sub.add_argument(name, type=_positive, default=default, help=argparse.SUPPRESS)
+        sub.add_argument(name, type=positive, default=default, help=argparse.SUPPRESS)
 
 
 def _common(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--backend", default="torch", help="built-in name, entry point, or module:object")
     sub.add_argument("--shape", default=None, help="main shape: 27B, tiny or micro (default: the backend's)")
     sub.add_argument("--device", default="cpu", help="torch device, for example cuda")
-    sub.add_argument("--seed", type=_seed, default=1, help="seed of every draw (default 1)")
-    sub.add_argument("--sets", type=_positive, default=None, help="operand sets (default: the shape's, 2)")
-    sub.add_argument("--instances", type=_positive, default=None, help="layer instances (default: the shape's, 48)")
+    sub.add_argument("--seed", type=natural, default=1, help="seed of every draw (default 1)")
+    sub.add_argument("--sets", type=positive, default=None, help="operand sets (default: the shape's, 2)")
+    sub.add_argument("--instances", type=positive, default=None, help="layer instances (default: the shape's, 48)")
     sub.add_argument("--envelope", default=None, metavar="FILE", help="envelope file (default: below envelopes/)")
-    sub.add_argument("--workers", type=_workers, default=None, help="worker processes, 0 = this one")
+    sub.add_argument("--workers", type=natural, default=None, help="worker processes, 0 = this one")
     sub.add_argument("--report", default=None, metavar="DIR", help="write report.json, junit.xml, summary.md there")
-
-
-def _positive(text: str) -> int:
-    return _integer(text, 1)
-
-
-def _seed(text: str) -> int:
-    return _integer(text, 0)
-
-
-def _workers(text: str) -> int:
-    return _integer(text, 0)
-
-
-def _integer(text: str, least: int) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"expected an integer >= {least}, got {text!r}")
-    return int(text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

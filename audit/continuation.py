@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import resource
 import shlex
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from audit import continuation_report as render
 from audit.continuation_facts import facts_of, frame_records
@@ -23,6 +19,7 @@ from audit.continuation_run import PROMPTS_FILE, Found, Task, collect, workspace
 from audit.continuation_stack import StackSpec, make_stack, model_folder, prompts, served_by
 from audit.environment import environment
 from audit.frame import cells_frame
+from audit.processes import one_thread, peak_mib
 from audit.report import Report, decide
 from audit.runner import default_workers
 from audit.suite import environment_on
@@ -59,9 +56,7 @@ class Run:
 def check(options: Options) -> Run:
     """Audit a backend in the whole model. Raises InputError for a model or backend that cannot be loaded or refuses."""
     started = time.perf_counter()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         stack = make_stack(options.spec)
         own = tuple(prompts(stack, options.calibrated, "calibration", options.seed))
         plan = courses(prompts(stack, 6, "heldout", options.seed), options.seed)
@@ -72,8 +67,6 @@ def check(options: Options) -> Run:
                 lambda scripts, at: _late(options, stack.head is not None, scripts, at),
                 _workers(options), folder,
             )  # fmt: skip
-    finally:
-        torch.set_num_threads(threads)
     return finished(options, stack, found, started)
 
 
@@ -161,7 +154,7 @@ def finished(options: Options, stack: Stack, found: Found, started: float) -> Ru
         seed=options.seed,
         command=options.command,
         wall_s=round(time.perf_counter() - started, 2),
-        peak_mib=_peak_mib(),
+        peak_mib=peak_mib(),
         facts=facts,
         warnings=tuple(render.warnings_of(judged)),
         created=environment()["date"],
@@ -194,11 +187,3 @@ def _reproduce(options: Options) -> str:
     if options.drift != DRIFT_TOKENS:
         words += ["--drift", str(options.drift)]
     return shlex.join(words)
-
-
-def _peak_mib() -> float:
-    """Peak resident memory of this process and, twice, of its largest worker, in MiB."""
-    unit = 1024 if sys.platform != "darwin" else 1024 * 1024
-    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    return round((own + 2 * children) / unit, 1)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from audit.arguments import natural
+
 #: Tokens of the drift as a part of `check`, where all suites together are to take minutes.
 CHECK_DRIFT = 500
 
@@ -18,22 +20,16 @@ def register(commands: Any) -> None:
                      "conv or attention (repeatable)")  # fmt: skip
     sub.add_argument("--checkpoint", default=None, metavar="DIR", help="model folder (default: the shipped model)")
     sub.add_argument("--device", default="cpu", help="torch device, for example cuda")
-    sub.add_argument("--seed", type=_count, default=1, help="seed of the plan (default 1)")
-    sub.add_argument("--drift", type=_count, default=2_000, metavar="N", help="tokens decoded in one go, against "
+    sub.add_argument("--seed", type=natural, default=1, help="seed of the plan (default 1)")
+    sub.add_argument("--drift", type=natural, default=2_000, metavar="N", help="tokens decoded in one go, against "
                      "float64 (default 2,000; 0 = none)")  # fmt: skip
-    sub.add_argument("--calibrated", type=_count, default=0, metavar="N", help="also judge by the spread of correct "
+    sub.add_argument("--calibrated", type=natural, default=0, metavar="N", help="also judge by the spread of correct "
                      "native decoders on N calibration prefixes (default 0 = not; 24 is a good number)")  # fmt: skip
-    sub.add_argument("--workers", type=_count, default=None, help="worker processes (default: one a core, at least 1)")
+    sub.add_argument("--workers", type=natural, default=None, help="worker processes (default: one a core, at least 1)")
     sub.add_argument("--dump", default=None, metavar="DIR", help="judge cycles recorded elsewhere "
                      "(lumotree/recorder.py) instead of running any")  # fmt: skip
     sub.add_argument("--report", default=None, metavar="DIR", help="write report.json, junit.xml, summary.md there")
     sub.set_defaults(run=run)
-
-
-def _count(text: str) -> int:
-    if not text.isascii() or not text.isdigit():
-        raise argparse.ArgumentTypeError(f"expected an integer >= 0, got {text!r}")
-    return int(text)
 
 
 def run(args: argparse.Namespace, command: str) -> int:

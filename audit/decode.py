@@ -9,8 +9,6 @@ another batch. Faulty decoders, judged by the same comparison, show that it coul
 
 from __future__ import annotations
 
-import resource
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +24,7 @@ from audit.decode_stats import BENCH_TOKENS, CycleCost, ModeStats, bench_cycles,
 from audit.decode_tasks import Bench, Broken, ControlTask, LocateTask, ModeTask, PlainTask, ReplayTask, Task, bench
 from audit.decode_types import LAWS, MODES, ModeRun, Options, Truth
 from audit.environment import environment
+from audit.processes import peak_mib
 from audit.render.progress import Progress
 from audit.report import Report, decide
 from faults.decoding import DECODING
@@ -199,13 +198,6 @@ def _cost(options: Options, stack: Stack) -> CycleCost | None:
     return bench_cycles(stack, wide, chain) if len(wide.prompt) + BENCH_TOKENS <= positions else None
 
 
-def _peak_mib(width: int) -> float:
-    """Resident memory of this process and `width` workers, each counted with the largest one's peak: at most this."""
-    unit = 1024 if sys.platform != "darwin" else 1 << 20
-    own, child = (resource.getrusage(who).ru_maxrss / unit for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return round(own + (width * child if width > 1 else 0), 1)
-
-
 def _report(options: Options, stack: Stack, found: Found, prompts: Sequence[int], started: float, width: int) -> Report:
     checks, controls = (
         checks_of(found),
@@ -228,7 +220,7 @@ def _report(options: Options, stack: Stack, found: Found, prompts: Sequence[int]
         seed=options.seed,
         command=options.command,
         wall_s=round(time.perf_counter() - started, 2),
-        peak_mib=_peak_mib(width),
+        peak_mib=peak_mib(width if width > 1 else 0),
         facts=facts(found, options, stack.identity, prompts),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
     )

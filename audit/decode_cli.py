@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from audit.arguments import natural, positive
+
 #: What `--full` changes: all prompts, whole, at full length; surfaces compared at the end of each request.
 FULL = {"prompts": 43, "prompt_tokens": None, "tokens": 1024, "every": False}
 
@@ -18,37 +20,23 @@ def register(commands: Any) -> None:
                      "default: the small model that is shipped")  # fmt: skip
     sub.add_argument("--device", default="cpu", help="torch device, for example cuda")
     sub.add_argument("--full", action="store_true", help="both sets of 43 prompts, whole, 1,024 tokens")
-    sub.add_argument("--prompts", type=_positive, default=None, metavar="N", help="prompts of each set (default 2)")
-    sub.add_argument("--prompt-tokens", type=_positive, default=None, metavar="N", help="most tokens of a prompt "
+    sub.add_argument("--prompts", type=positive, default=None, metavar="N", help="prompts of each set (default 2)")
+    sub.add_argument("--prompt-tokens", type=positive, default=None, metavar="N", help="most tokens of a prompt "
                      "(default 48)")  # fmt: skip
     sub.add_argument("--prompt-file", default=None, metavar="FILE", help="JSON list of token lists instead")
-    sub.add_argument("--eos", type=_natural, default=None, metavar="TOKEN", help="end-of-sequence token of a "
+    sub.add_argument("--eos", type=natural, default=None, metavar="TOKEN", help="end-of-sequence token of a "
                      "--checkpoint or --prompt-file")  # fmt: skip
-    sub.add_argument("--tokens", type=_positive, default=None, metavar="N", help="tokens to emit (default 64)")
+    sub.add_argument("--tokens", type=positive, default=None, metavar="N", help="tokens to emit (default 64)")
     sub.add_argument("--modes", default=None, metavar="LIST", help="of plain,mtp5,hydra27,suffix,budget")
     sub.add_argument("--laws", default=None, metavar="LIST", help="of greedy,sampled")
-    sub.add_argument("--batch", type=_positive, default=None, metavar="N", help="requests at a time (default 4; with "
+    sub.add_argument("--batch", type=positive, default=None, metavar="N", help="requests at a time (default 4; with "
                      "--full 16 on a CPU, all on a GPU)")  # fmt: skip
-    sub.add_argument("--runs", type=_positive, default=1, metavar="N", help="repetitions; run r samples with seed + r")
-    sub.add_argument("--seed", type=_natural, default=1, help="seed of every draw (default 1)")
-    sub.add_argument("--workers", type=_natural, default=None, help="worker processes, 0 = this one")
+    sub.add_argument("--runs", type=positive, default=1, metavar="N", help="repetitions; run r samples with seed + r")
+    sub.add_argument("--seed", type=natural, default=1, help="seed of every draw (default 1)")
+    sub.add_argument("--workers", type=natural, default=None, help="worker processes, 0 = this one")
     sub.add_argument("--report", default=None, metavar="DIR", help="write report.json, junit.xml, summary.md and "
                      "accepted-length.svg there")  # fmt: skip
     sub.set_defaults(run=run)
-
-
-def _positive(text: str) -> int:
-    return _integer(text, 1)
-
-
-def _natural(text: str) -> int:
-    return _integer(text, 0)
-
-
-def _integer(text: str, least: int) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"expected an integer >= {least}, got {text!r}")
-    return int(text)
 
 
 def options_of(args: argparse.Namespace, command: str) -> Any:

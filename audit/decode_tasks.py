@@ -16,6 +16,7 @@ from audit.decode_controls import Controls, run_controls
 from audit.decode_run import run_mode, run_plain, truth_of
 from audit.decode_setup import capacity_for, open_stack, poisoned, requests_of
 from audit.decode_types import ModeRun, Options, Truth
+from audit.processes import one_thread
 from audit.runner import default_workers
 from lumotree.cycle_types import Stack
 from lumotree.errors import BackendError, DecodeError
@@ -172,17 +173,13 @@ def bench(options: Options, stack: Stack) -> Iterator[Bench]:
     """A `Bench` with as many workers as the options ask for; one thread each, so that bits do not depend on the
     machine's number of cores."""
     workers = default_workers(options.device) if options.workers is None else options.workers
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         if workers < 2:
             yield Bench(options, stack, None)
             return
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(workers, context, initializer=_start, initargs=(options,)) as pool:
             yield Bench(options, stack, pool, workers)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _start(options: Options) -> None:

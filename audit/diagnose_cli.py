@@ -6,20 +6,20 @@ import argparse
 import time
 from typing import Any
 
-from audit.faults_cli import count
+from audit.arguments import natural
 
 
 def register(commands: Any) -> None:
     """Add the command to the parser of `lumotree-audit`."""
     sub = commands.add_parser("diagnose", help="name the known defect that a failing kernel looks like")
     sub.add_argument("--backend", default="torch", help="built-in name, entry point, or module:object")
-    sub.add_argument("--seed", type=count, default=1, help="seed of the small cases (default 1)")
+    sub.add_argument("--seed", type=natural, default=1, help="seed of the small cases (default 1)")
     sub.add_argument("--surface", action="append", default=[], choices=("gdn", "conv", "attention"),
                      help="this surface alone (repeatable)")  # fmt: skip
     sub.add_argument("--only", default=None, metavar="CASE", help="a case of `check` that fails, instead of small ones")
-    sub.add_argument("--evaluate", type=count, default=0, metavar="N", help="measure the diagnosis itself: every fault "
-                     "of the catalogue on N held-out seeds (many minutes)")  # fmt: skip
-    sub.add_argument("--workers", type=count, default=None, help="worker processes of --evaluate, 0 = this one")
+    sub.add_argument("--evaluate", type=natural, default=0, metavar="N", help="measure the diagnosis itself: every "
+                     "fault of the catalogue on N held-out seeds (many minutes)")  # fmt: skip
+    sub.add_argument("--workers", type=natural, default=None, help="worker processes of --evaluate, 0 = this one")
     sub.add_argument("--report", default=None, metavar="DIR", help="with --evaluate: write report.json there")
     sub.set_defaults(run=run)
 
@@ -28,9 +28,9 @@ def run(args: argparse.Namespace, command: str) -> int:
     """0 if no small case fails, 1 if one does, whatever its defect; with --evaluate as any report."""
     if args.evaluate:
         return _evaluate(args, command)
-    import torch
 
     from audit.diagnose import diagnose
+    from audit.processes import one_thread
     from audit.render.diagnosis import print_diagnoses
     from lumotree.backends.loader import load_backend
     from lumotree.backends.protocol import covered_surfaces
@@ -40,12 +40,8 @@ def run(args: argparse.Namespace, command: str) -> int:
     missing = [s for s in args.surface or covered if not all(covered[s])]
     if missing and (args.surface or len(missing) == len(covered)):
         raise InputError(f"diagnose: backend {args.backend!r} has no {', '.join(missing)}: no case could fail")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         found = diagnose(lambda: load_backend(args.backend), args.seed, args.surface or None, _chosen(args))
-    finally:
-        torch.set_num_threads(threads)
     print_diagnoses([d.as_dict() for d in found], args.backend, args.seed)
     return 1 if found else 0
 

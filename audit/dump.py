@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from audit.dump_controls import Controls
 from audit.dump_judge import DUMP_CHECKS, DumpJudge, judged_dump
 from audit.environment import environment
+from audit.processes import one_thread
 from audit.render.progress import Progress
 from audit.report import Check, Control, Finding, Report, decide
 from audit.tally import Tally
@@ -74,17 +73,12 @@ def judge_dump(options: DumpOptions) -> Report:
     first = read_record(files[0])
     name = options.backend or first.backend or "none"
     judge, controls = DumpJudge(_backend(name, first), options.head, options.device), Controls()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with Progress(len(files), "recorded cycles") as progress:
-            for record in records(files):
-                if options.controls:
-                    controls.try_on(judge, record)
-                judge.judge(record)
-                progress.advance()
-    finally:
-        torch.set_num_threads(threads)
+    with one_thread(), Progress(len(files), "recorded cycles") as progress:
+        for record in records(files):
+            if options.controls:
+                controls.try_on(judge, record)
+            judge.judge(record)
+            progress.advance()
     return _report(options, name, first, judge, controls.results(), len(files), time.perf_counter() - started)
 
 

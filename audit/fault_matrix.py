@@ -16,6 +16,7 @@ from audit.fault_cases import heldout_ladder, ladder
 from audit.fault_programs import PROGRAMS
 from audit.fault_trial import Trial, component_trial, own_failure, program_trial, relation_trial
 from audit.metamorphic import RELATIONS
+from audit.processes import one_thread
 from audit.render.progress import Progress
 from audit.runner import default_workers
 from audit.scene import scene_of
@@ -232,13 +233,13 @@ def run_matrix(plan: Plan, only: Callable[[Fault], bool] = lambda fault: True, w
 
 def _inline(plan: Plan, chosen: Sequence[str]) -> Iterator[Row]:
     global _worker
-    threads, before = torch.get_num_threads(), _worker
-    _start(plan)
-    try:
-        yield from map(_work, chosen)
-    finally:
-        torch.set_num_threads(threads)
-        _worker = before
+    before = _worker
+    with one_thread():
+        _start(plan)
+        try:
+            yield from map(_work, chosen)
+        finally:
+            _worker = before
 
 
 def _pooled(plan: Plan, chosen: Sequence[str], workers: int) -> Iterator[Row]:

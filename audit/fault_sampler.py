@@ -19,12 +19,14 @@ BATTERY_WALKS = 8_000
 MIN_VISITS = 50
 
 
-def sampler_rows(seed: int, vocab: int = VOCAB, steps: tuple[str, ...] = ()) -> list[Row]:
+def sampler_rows(
+    seed: int, vocab: int = VOCAB, steps: tuple[str, ...] = (), faults: Sequence[str] = tuple(SAMPLER_FAULTS)
+) -> list[Row]:
     """One row a sampler fault. A fault counts as reached in a step whose law it moves by LEAST_TV or more (or whose
     walks it makes depend on each other); the size of a rate is the least exact total variation that was seen.
-    steps: names of steps to try, all by default."""
+    steps: names of steps to try, all by default. faults: which of them."""
     loaded = load_sampler("multi-round")
-    found: dict[str, list[ControlResult]] = {fault: [] for fault in SAMPLER_FAULTS}
+    found: dict[str, list[ControlResult]] = {fault: [] for fault in faults}
     cases = captured_cases(loaded.claims, steps, vocab)
     with Progress(len(cases), "sampler faults") as progress:
         for case in cases:
@@ -35,7 +37,7 @@ def sampler_rows(seed: int, vocab: int = VOCAB, steps: tuple[str, ...] = ()) -> 
             source = CachedSource(read)
             plan = ControlPlan(case.name, step, source, clean, LEVEL, seed, True, battery_walks=BATTERY_WALKS,
                                min_visits=MIN_VISITS)  # fmt: skip
-            for result, _ in run_controls(plan):
+            for result, _ in run_controls(plan, {fault: SAMPLER_FAULTS[fault] for fault in faults}):
                 found[result.fault].append(result)
             progress.advance(note=case.name)
     return [_row(fault, results) for fault, results in found.items() if results]

@@ -9,13 +9,11 @@ from __future__ import annotations
 import re
 import shlex
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from hypothesis import HealthCheck, Phase, Verbosity, seed, settings
 from hypothesis.configuration import set_hypothesis_home_dir
 from hypothesis.database import DirectoryBasedExampleDatabase, ExampleDatabase
@@ -30,6 +28,7 @@ from audit.fuzz_machine import Ledger, machine
 from audit.fuzz_program import Program
 from audit.fuzz_shrink import shrunk
 from audit.metamorphic import RELATIONS
+from audit.processes import one_thread
 from audit.render.progress import Progress
 from audit.report import Check, Control, Finding, Report, decide
 from audit.world import DIMS_NANO
@@ -121,17 +120,6 @@ def hunt(
     if smallest is not None and shrink and not flaky:
         smallest = shrunk(smallest, make)
     return Hunt(ledger, time.perf_counter() - clock, time.process_time() - cpu, smallest, flaky)
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Small tensors: a second thread costs more than it does, and bits must not depend on the machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def fuzz(options: FuzzOptions) -> FuzzRun:

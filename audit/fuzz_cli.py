@@ -6,16 +6,18 @@ import argparse
 import math
 from typing import Any
 
+from audit.arguments import natural, positive
+
 
 def register(commands: Any) -> None:
     """Add the command to the parser of `lumotree-audit`; `run` is called with the parsed arguments and the command."""
     sub = commands.add_parser("fuzz", help="many-step programs and metamorphic relations on a backend")
     sub.add_argument("--backend", default="torch", help="built-in name, entry point, or module:object")
     length = sub.add_mutually_exclusive_group()
-    length.add_argument("--examples", type=_count, default=300, metavar="N", help="programs to draw (default 300)")
+    length.add_argument("--examples", type=positive, default=300, metavar="N", help="programs to draw (default 300)")
     length.add_argument("--minutes", type=_minutes, default=None, metavar="M", help="draw programs for so long instead")
     sub.add_argument("--shape", default="nano", help="nano (default) or micro")
-    sub.add_argument("--seed", type=_seed, default=1, help="seed of every draw (default 1)")
+    sub.add_argument("--seed", type=natural, default=1, help="seed of every draw (default 1)")
     sub.add_argument("--database", default=".lumotree/fuzz", metavar="DIR", help="stored failures, replayed first "
                      "(default .lumotree/fuzz)")  # fmt: skip
     sub.add_argument("--relation", action="append", default=[], metavar="NAME", help="this metamorphic relation alone "
@@ -23,20 +25,6 @@ def register(commands: Any) -> None:
     sub.add_argument("--script", default=None, metavar="FILE", help="write the smallest failing program there as well")
     sub.add_argument("--report", default=None, metavar="DIR", help="write report.json, junit.xml, summary.md there")
     sub.set_defaults(run=run)
-
-
-def _count(text: str) -> int:
-    return _integer(text, 1)
-
-
-def _seed(text: str) -> int:
-    return _integer(text, 0)
-
-
-def _integer(text: str, least: int) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"expected an integer >= {least}, got {text!r}")
-    return int(text)
 
 
 def _minutes(text: str) -> float:

@@ -14,6 +14,7 @@ import torch
 from audit.capture import captured
 from audit.cases import CaseSpec
 from audit.component import CaseResult, audit_case
+from audit.processes import one_thread
 from audit.render.progress import Progress
 from lumotree.backends.loader import load_backend
 from lumotree.errors import BackendError
@@ -69,13 +70,9 @@ def _inline(backend: str, specs: Sequence[CaseSpec], device: str, arm: str, grap
     loaded = load_backend(backend)
     if graph:
         loaded = captured(loaded)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         for spec in specs:
             yield audit_case(loaded, spec, device, arm=arm)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _pooled(backend: str, specs: Sequence[CaseSpec], arm: str, workers: int) -> Iterator[CaseResult]:

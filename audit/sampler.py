@@ -17,9 +17,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import multiprocessing
-import resource
 import shlex
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -35,6 +33,7 @@ from audit.exact_run import ExactResult
 from audit.frame import cells_frame
 from audit.law_domain import DEFAULT_COUNT
 from audit.montecarlo import CHUNK, RUN_LEVEL, WALKS
+from audit.processes import one_thread, peak_mib
 from audit.render.progress import Progress
 from audit.report import Check, Finding, Report, decide
 from audit.runner import default_workers
@@ -218,13 +217,9 @@ def keep_memory() -> None:
 
 
 def _inline(tasks: Sequence[Task]) -> Iterator[tuple[Task, Any]]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         for task in tasks:
             yield task, _work(task)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _pooled(tasks: Sequence[Task], workers: int, spec: str) -> Iterator[tuple[Task, Any]]:
@@ -267,7 +262,7 @@ def _finished(options: Options, loaded: LoadedSampler, found: _Found, started: f
         seed=options.seed,
         command=options.command,
         wall_s=round(time.perf_counter() - started, 2),
-        peak_mib=_peak_mib(),
+        peak_mib=peak_mib(),
         facts=render.facts_of(found.steps, exact, summed, controls, options.exact),
         warnings=tuple(_warnings(found.steps, controls, loaded)),
         created=environment()["date"],
@@ -333,11 +328,3 @@ def _warnings(
         yield f"the sampler takes a vocabulary of {largest} at most: nothing was seen of a larger one"
     if any(o.result is None and o.greedy is None for o in outcomes):
         yield f"{loaded.claims.walks} walks are too few for statistics: the summed law and pairs of walks judge it"
-
-
-def _peak_mib() -> float:
-    """Peak resident memory of this process and, twice, of its largest worker, in MiB."""
-    unit = 1024 if sys.platform != "darwin" else 1024 * 1024
-    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    return round((own + 2 * children) / unit, 1)

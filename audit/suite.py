@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import resource
 import shlex
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +18,7 @@ from audit.diagnose import diagnose
 from audit.environment import code_sha256, environment, object_sha256
 from audit.families import SHAPES, Shape, family, fits, fitting_shape, replayed_cases, units
 from audit.frame import cells_frame
+from audit.processes import one_thread, peak_mib
 from audit.report import Check, EnvelopeRef, Report, decide
 from audit.runner import run_cases
 from lumotree.backends.loader import load_backend
@@ -168,15 +167,12 @@ def check(options: Options) -> Run:
 def _diagnosed(run: Run, options: Options) -> Run:
     """The run with a diagnosis of the surfaces that have a check outside, on small cases in this process."""
     surfaces = sorted({c.surface for c in run.report.checks if c.status == "fail"})
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     try:
-        found = diagnose(lambda: load_backend(options.backend), options.seed, surfaces)
+        with one_thread():
+            found = diagnose(lambda: load_backend(options.backend), options.seed, surfaces)
     except InputError as refusal:  # small cases may not be what the backend takes: the verdict stands without a name
         note = f"no diagnosis: {refusal}"
         return replace(run, report=replace(run.report, warnings=(*run.report.warnings, note)))
-    finally:
-        torch.set_num_threads(threads)
     if not found:
         case = next((f.case for f in run.report.findings), "CASE")
         note = f"no diagnosis: no small case fails; ask for one that does: lumotree-audit diagnose --only {case}"
@@ -271,7 +267,7 @@ def _report(
             seed=options.seed,
             command=options.command,
             wall_s=round(time.perf_counter() - started, 2),
-            peak_mib=_peak_mib(),
+            peak_mib=peak_mib(),
             horizon=assemble.horizon_of(results),
             warnings=tuple(warnings),
             created=environment()["date"],
@@ -297,11 +293,3 @@ def _reproduce(options: Options) -> str:
     if options.graph:
         words.append("--graph")
     return " ".join([*words, "--only {case}"])
-
-
-def _peak_mib() -> float:
-    """Peak resident memory of this process and of its largest worker, times the workers' number at most, in MiB."""
-    unit = 1024 if sys.platform != "darwin" else 1024 * 1024
-    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    return round((own + 2 * children) / unit, 1)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from faults.catalogue import Fault, Knob, Wrap
+from faults.keys import moved
 from faults.paths import Paths, changed, paths_of
 from faults.slots import live_slots
 from faults.stored import stored_as
@@ -108,23 +109,11 @@ def _bits(size: float) -> Wrap:
     return on_publish("conv", accepted=changed(cut))
 
 
-def _one_page(done: Published) -> None:
+def _page_of_root(path: list[int], i: int, b: Batch) -> tuple[list[int], list[int]]:
     """Every accepted row lands on the page of the root, at its own offset in a page."""
-    b = done.batch
-    for now, before in ((done.pool.k, done.pool_before.k), (done.pool.v, done.pool_before.v)):
-        now.copy_(before)
-        for i, path in enumerate(paths_of(done.accepted)):
-            if not path or int(b.state_slot[i]) < 0:
-                continue
-            start = int(b.prefix_len[i])
-            page = start // b.page_size * b.page_size
-            source = b.row_slot[[int(b.cu_rows[i]) + r for r in path]].long()
-            places = [page + (start + n) % b.page_size for n in range(len(path))]
-            for layer in done.layers:
-                for s, t in zip(
-                    source.tolist(), flat_slots(b.page_table, b.page_size, i, places).tolist(), strict=True
-                ):
-                    now[layer, t] = before[layer, s]
+    start = int(b.prefix_len[i])
+    page = start // b.page_size * b.page_size
+    return path, [page + (start + n) % b.page_size for n in range(len(path))]
 
 
 def _sources_cleared(done: Published) -> None:
@@ -168,7 +157,7 @@ FAULTS = [
     _fault("length_in_bits", "conv", "the accepted length is kept in a few bits and starts again at 0",
            ("B7", "C9"), ("depth>=3",), _bits(2), Knob((2, 3, 4), "bits", _bits)),
     _fault("one_page", "attention", "the page of a path's root is taken for all of its rows",
-           ("F2", "H11", "I6"), ("path over pages",), _after("attention", _one_page)),
+           ("F2", "H11", "I6"), ("path over pages",), _after("attention", moved(_page_of_root))),
     _fault("sources_cleared", "attention", "moved rows' slots are cleared although they are committed ones by now",
            ("D3", "DF22"), ("overlap",), _after("attention", _sources_cleared)),
 ]  # fmt: skip

@@ -156,11 +156,8 @@ def moved(moves: Moves, *, keys: bool = True, values: bool = True, one_by_one: b
                 target = (target[0] + torch.arange(len(target))).clamp(max=done.pool.k.shape[1] - 1)
             for now, before, on in ((done.pool.k, done.pool_before.k, keys), (done.pool.v, done.pool_before.v, values)):
                 for layer in done.layers if on else ():
-                    if one_by_one:
-                        for s, t in zip(source.tolist(), target.tolist(), strict=True):
-                            now[layer, t] = now[layer, s]
-                    else:
-                        now[layer, target] = before[layer, source]
+                    for s, t in zip(source.tolist(), target.tolist(), strict=True):  # the last of one place stays
+                        now[layer, t] = (now if one_by_one else before)[layer, s]
 
     return after
 

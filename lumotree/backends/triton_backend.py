@@ -35,6 +35,8 @@ class TritonBackend(BackendBase):
     name = "triton"
     interpreted = INTERPRETED
     contract = Contract(claims="bitwise", graph_safe=True, max_rows=1024)
+    #: verify, publish and native of Gated DeltaNet; a subclass may bring others with the same arguments.
+    gdn_kernels: Any = gdn
 
     def __init__(self) -> None:
         self.binaries: dict[str, set[str]] = {"gdn": set(), "attention": set()}
@@ -56,16 +58,16 @@ class TritonBackend(BackendBase):
         launch.check_limit("allocate", "path", limits.path, self.contract.max_rows)
 
     def gdn_verify(self, ops: GdnOps, pool: Tensor, batch: Batch, ws: TritonWorkspace, out: Tensor, layer: int) -> None:
-        """See `kernels.gdn.verify`."""
+        """See `verify` of the GDN kernels."""
         launch.check_batch(batch, ws.limits)
-        self._note("gdn", gdn.verify(ops, pool, batch, ws.gdn, out, layer))
+        self._note("gdn", self.gdn_kernels.verify(ops, pool, batch, ws.gdn, out, layer))
 
     def gdn_publish(
         self, pool: Tensor, batch: Batch, accepted: Accepted, ws: TritonWorkspace, layers: Sequence[int]
     ) -> None:
-        """See `kernels.gdn.publish`."""
+        """See `publish` of the GDN kernels."""
         launch.check_accepted(batch, accepted, ws.limits)
-        self._note("gdn", gdn.publish(pool, batch, accepted, ws.gdn, layers))
+        self._note("gdn", self.gdn_kernels.publish(pool, batch, accepted, ws.gdn, layers))
 
     def conv_verify(
         self, ops: ConvOps, pool: Tensor, batch: Batch, ws: TritonWorkspace, out: Tensor, layer: int
@@ -98,7 +100,7 @@ class TritonBackend(BackendBase):
     def native_step(self, ops: StepOps, pools: Pools, batch: Batch, out: StepOut, layer: int) -> None:
         """One token of each request on every surface that `ops` has; state and KV advance in place."""
         if ops.gdn is not None and out.gdn is not None:
-            self._note("gdn", gdn.native(ops.gdn, pools.recurrent, batch, out.gdn, layer))
+            self._note("gdn", self.gdn_kernels.native(ops.gdn, pools.recurrent, batch, out.gdn, layer))
         if ops.conv is not None and out.conv is not None:
             conv.native(ops.conv, pools.conv, batch, out.conv, layer)
         if ops.attention is not None and out.attention is not None:

@@ -5,20 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from audit.cases import CaseSpec
 from audit.component import CaseResult, audit_case
 from audit.families import DIMS_MICRO
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """As the runner does: bits and times do not depend on the machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def make_spec(**fields: object) -> CaseSpec:

@@ -140,6 +140,7 @@ def test_a_program_agrees_on_triton() -> None:
     d.step([0, 1], padding=0)
     d.verify({0: [-1, 0]}, placement="shuffled")
     d.rollback()
+    assert {*d.judge.by} == {"gdn", "conv", "attention"} and min(d.judge.by.values()) > 0
 
 
 @pytest.mark.parametrize(
@@ -148,7 +149,9 @@ def test_a_program_agrees_on_triton() -> None:
     ids=["bf16 gates", "bf16 state", "layout"],
 )
 def test_declared_variants_agree(contract: Contract) -> None:
-    full_program(Driver(ReferenceBackend(contract), World(seed=4)))
+    d = Driver(ReferenceBackend(contract), World(seed=4))
+    full_program(d)
+    assert d.judge.compared > 100 and {*d.judge.by} == {"gdn", "conv", "attention"}
 
 
 def test_a_deferred_publication_is_legal_and_its_next_verification_must_apply_it() -> None:
@@ -374,7 +377,9 @@ def test_a_batch_of_nothing_but_padding_is_legal() -> None:
 
 
 def test_drawn_programs_interleave_workspaces() -> None:
-    found = hunt(SelfKept, DIMS_NANO, 1, 100, shrink=False).failed
+    # One program in some 250 shows it, and which one is drawn depends on what is imported: eight seeds leave no chance.
+    hunts = (hunt(SelfKept, DIMS_NANO, number, 300, shrink=False).failed for number in range(1, 9))
+    found = next((failed for failed in hunts if failed is not None), None)
     assert found is not None and "aside" in [name for name, _, _ in found.steps]
 
 

@@ -33,14 +33,6 @@ INNER = TorchBackend()
 SPECS = list(ladder(3))
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @cache
 def scene(index: int) -> Any:
     return scene_of(Case(SPECS[index], INNER.contract))

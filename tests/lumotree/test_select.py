@@ -24,15 +24,6 @@ TOP = 1 - 2.0**-53  # the largest coin
 ALL_RULES = pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tiny operations on a shared machine lose more to waiting threads than they gain."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def random_rows(rng: np.random.Generator, n: int, vocab: int, dyadic: bool, least: int = 1) -> Tensor:
     """Rows with zeros and ties; dyadic ones put coins that are multiples of 1/8 exactly on the breakpoints."""
     rows = []
