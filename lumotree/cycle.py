@@ -24,7 +24,7 @@ from lumotree.decide import Decision, Turn, decide
 from lumotree.draft_types import Drafter, DraftRequest, DraftState, Proposal
 from lumotree.drafter_state import Advance, DrafterState, page_table
 from lumotree.errors import RequestError
-from lumotree.prefixes import PrefixStore
+from lumotree.prefixes import PrefixStore, tail_start
 from lumotree.proposals import chunk, fitted, root_alone
 from lumotree.requests import Request, Running, check_tokens
 from lumotree.saved import check_saved
@@ -128,15 +128,19 @@ class Decoder:
         state = self._get(number)
         if not state.committed:
             raise RequestError(f"request {number}: nothing is committed yet, so there is no prefix to remember")
-        self.prefixes.add(tuple(state.tokens[: state.committed]), state.lease, self.surfaces(number))
+        start = tail_start(state.committed, state.lease.page_size)
+        self.prefixes.add(tuple(state.tokens[: state.committed]), state.lease, self._read(state, start))
 
     def surfaces(self, number: int) -> Surfaces:
         """Copies of every surface of a request. Raises RequestError for an unknown number."""
-        state = self._get(number)
-        flat = state.lease.flat(0, state.committed)
+        return self._read(self._get(number), 0)
+
+    def _read(self, state: Running, start: int) -> Surfaces:
+        """Copies, with keys and values of the positions from `start` on."""
+        flat = state.lease.flat(start, state.committed)
         return read_surfaces(
             self.stack.backend, self.pools, self.ws, state.lease.slot, flat, self.draft_cache,
-            None if self.drafter is None else state.hidden,
+            None if self.drafter is None else state.hidden, start,
         )  # fmt: skip
 
     def save(self, number: int) -> SavedRequest:
@@ -214,8 +218,9 @@ class Decoder:
         feed = proposal.tree.n if state.prefilling else 0
         slots = state.lease.scratch[: proposal.tree.n]
         depth = feed - 1 if feed else state.left - 1
-        placed = fitted(proposal, state.array(), state.committed, depth, slots, self.capacity, self.stack.model.vocab)
-        return Turn(state.request, state.lease, placed, state.array(), state.committed, feed, state.cycle, state.left)
+        tokens = state.array()  # not the drafter's, which may have written to its own
+        placed = fitted(proposal, tokens, state.committed, depth, slots, self.capacity, self.stack.model.vocab)
+        return Turn(state.request, state.lease, placed, tokens, state.committed, feed, state.cycle, state.left)
 
     def verify(self, turns: Sequence[Turn]) -> Verified:
         """One target forward over the rows of all turns, in temporary state."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from lumotree.slots import Lease, Slots
 from lumotree.surfaces import Surfaces
@@ -30,6 +30,11 @@ class Prefix:
         return len(self.tokens)
 
 
+def tail_start(tokens: int, page_size: int) -> int:
+    """First position behind the pages that are shared of a prefix of `tokens` >= 1 tokens."""
+    return (tokens - 1) // page_size * page_size
+
+
 class PrefixStore:
     """Stored prefixes, least recently used first. Their pages go back when a request needs them."""
 
@@ -40,20 +45,14 @@ class PrefixStore:
     def __len__(self) -> int:
         return len(self._stored)
 
-    def add(self, tokens: tuple[int, ...], lease: Lease, surfaces: Surfaces) -> Prefix:
-        """Store a prefix of at least one token from the request that has committed it; needs no free page."""
-        count = (len(tokens) - 1) // lease.page_size
-        start = count * lease.page_size
-        draft_k, draft_v = (None if d is None else d[start:].clone() for d in (surfaces.draft_k, surfaces.draft_v))
-        tail = replace(
-            surfaces,
-            k=surfaces.k[:, start:].clone(),
-            v=surfaces.v[:, start:].clone(),
-            draft_k=draft_k,
-            draft_v=draft_v,
-        )
+    def add(self, tokens: tuple[int, ...], lease: Lease, tail: Surfaces) -> Prefix:
+        """Store a prefix of at least one token from the request that has committed it; needs no free page.
+
+        tail: as in `Prefix`, from position `tail_start` on.
+        """
         self.forget(tokens)
-        prefix = self._stored[tokens] = Prefix(tokens, lease.pages[:count], tail)
+        shared = lease.pages[: tail_start(len(tokens), lease.page_size) // lease.page_size]
+        prefix = self._stored[tokens] = Prefix(tokens, shared, tail)
         self._slots.share(prefix.pages)
         return prefix
 

@@ -139,7 +139,15 @@ class CycleRecorder:
     def operands(self, surface: str, layer: int, ops: Any, out: Tensor) -> None:
         """Operands (`GdnOps`, `ConvOps` or `AttentionOps`) and output of one layer of "gdn", "conv" or "attention"."""
         for name, value in (*vars(ops).items(), ("out", out)):
-            self.layers.setdefault(f"{surface}.{name}", {})[layer] = _copy(value)
+            part = f"{surface}.{name}"
+            self.layers.setdefault(part, {})[layer] = _copy(self.kept(part, layer, value))
+
+    def kept(self, name: str, layer: int, value: Tensor) -> Tensor:
+        """The part of an operand that is recorded, a view: all of it, but of cos and sin, which all layers share, layer
+        0's rows up to the last position of the batch."""
+        if name not in _OF_THE_MODEL:
+            return value
+        return value[: 0 if layer else int(self.tensors["tree.position"].max()) + 1]
 
     def verified(self, hidden: Tensor | None = None, logits: Tensor | None = None) -> None:
         """Between verification and publication: candidate KV, and what the forward returned."""
@@ -176,7 +184,7 @@ class CycleRecorder:
         if hidden is not None:
             self.tensors["hidden.next"] = _copy(hidden)
         for name, parts in self.layers.items():
-            self.tensors[name] = self._table(parts[0]) if name in _OF_THE_MODEL else _stacked(name, parts)
+            self.tensors[name] = parts[0] if name in _OF_THE_MODEL else _stacked(name, parts)
         return self.recorder.write(self.requests, self.batch.page_size, self.tensors)
 
     def _states(self, when: str) -> None:
@@ -244,10 +252,6 @@ class CycleRecorder:
         parts = (self.pools.recurrent, free), (self.pools.conv, free), (cache.k, outside), (cache.v, outside)
         return torch.stack([sha256_of(pool[:, mask.to(pool.device)]) for pool, mask in parts])
 
-    def _table(self, table: Tensor) -> Tensor:
-        """cos or sin up to the last position of the batch."""
-        return table[: int(self.tensors["tree.position"].max()) + 1].clone()
-
 
 class _Watched:
     """A backend in front of which the verify methods are overheard; all else is the backend's own."""
@@ -260,7 +264,8 @@ class _Watched:
 
     def _overheard(self, method: str, surface: str) -> Any:
         def call(ops: Any, pool: Any, batch: Batch, ws: Any, out: Tensor, layer: int) -> None:
-            given = type(ops)(**{name: value.clone() for name, value in vars(ops).items()})
+            parts = {name: self._cycle.kept(f"{surface}.{name}", layer, value) for name, value in vars(ops).items()}
+            given = type(ops)(**{name: part.clone() for name, part in parts.items()})
             getattr(self._inner, method)(ops, pool, batch, ws, out, layer)
             self._cycle.operands(surface, layer, given, out)
 

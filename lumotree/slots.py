@@ -72,10 +72,6 @@ class Lease:
         position = np.arange(start, end)
         return np.asarray(self.pages, np.int64)[position // self.page_size] * self.page_size + position % self.page_size
 
-    def writable(self, start: int) -> bool:
-        """Whether no position from `start` on lies in a shared page."""
-        return start >= self.shared * self.page_size
-
 
 class Slots:
     """Free lists and page counts. Every method either does all of its work or raises and changes nothing."""

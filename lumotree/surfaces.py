@@ -107,19 +107,23 @@ def read_surfaces(
     flat: NDArray[np.int64],
     draft: KVCache | None = None,
     hidden: Tensor | None = None,
+    start: int = 0,
 ) -> Surfaces:
-    """The surfaces of the request in `slot`; flat: flat KV slots of its m committed positions, in order."""
+    """The surfaces of the request in `slot`; flat: flat KV slots of its committed positions start..m - 1, in order.
+
+    With start > 0, keys, values and draft entries are those from `start` on only.
+    """
     states = [backend.export(pools, ws, slot, layer) for layer in range(pools.recurrent.shape[0])]
     place = torch.from_numpy(flat).to(pools.cache.k.device)
     early = place[: max(len(flat) - 1, 0)]
     return Surfaces(
-        committed=len(flat),
+        committed=start + len(flat),
         recurrent=torch.stack([s.recurrent for s in states]),
         conv=torch.stack([s.conv for s in states]),
-        k=pools.cache.k[:, place].clone(),
-        v=pools.cache.v[:, place].clone(),
-        draft_k=None if draft is None else draft.k[0, early].clone(),
-        draft_v=None if draft is None else draft.v[0, early].clone(),
+        k=pools.cache.k[:, place],  # indexing by a tensor copies
+        v=pools.cache.v[:, place],
+        draft_k=None if draft is None else draft.k[0, early],
+        draft_v=None if draft is None else draft.v[0, early],
         hidden=None if hidden is None else hidden.clone(),
     )
 
