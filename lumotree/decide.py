@@ -63,8 +63,9 @@ def decide(turns: Sequence[Turn], logits: Tensor) -> list[Decision]:
 
     What happens to a turn depends on nothing but its own rows. Raises DecodeError for rows that are no logits.
     """
-    best = first_best(logits)
-    if not all(_by_argmax(turn.request) for turn in turns if turn.emits):
+    by_argmax = [_by_argmax(turn.request) for turn in turns if turn.emits]
+    best = first_best(logits) if any(by_argmax) else []  # a pass over all logits, which no other turn needs
+    if not all(by_argmax):
         logits = logits.cpu()
     decisions, start = [], 0
     for turn in turns:
@@ -91,13 +92,12 @@ def _decide(turn: Turn, logits: Tensor, best: Sequence[int]) -> Decision:
     path = tuple(range(turn.feed))
     if not turn.emits:
         return Decision(path, None)
-    return Decision(path, _first_token(turn, logits[-1:], best[-1]))
+    return Decision(path, _first_token(turn, logits[-1:], best))
 
 
 def _by_argmax(request: Request) -> bool:
     """Whether a walk along the argmax decides: at temperature 0 every rule does so, and needs no law for it."""
-    s = request.sampling
-    return request.greedy and s.repetition == 1 and s.presence == 0 and s.frequency == 0
+    return request.greedy and not request.sampling.penalised
 
 
 def _follow(turn: Turn, best: Sequence[int]) -> Decision:
@@ -136,10 +136,10 @@ def _select(turn: Turn, logits: Tensor) -> Decision:
     return Decision(tree.path(int(walks.last[0])), int(walks.bonus[0]))
 
 
-def _first_token(turn: Turn, logits: Tensor, best: int) -> int:
+def _first_token(turn: Turn, logits: Tensor, best: Sequence[int]) -> int:
     """The token after the prompt; nothing was emitted yet, so only the prompt's own penalty applies."""
     if _by_argmax(turn.request):
-        return _finite(best, turn.feed - 1)
+        return _finite(best[-1], turn.feed - 1)
     params: SamplingParams = replace(turn.request.sampling, presence=0.0, frequency=0.0)
     root = Tree.make([-1], tokens=[int(turn.tokens[-1])])
     walk = Walk(root, logits, None, params)

@@ -55,9 +55,7 @@ class Walk:
 
     def suits(self, rule: Rule) -> bool:
         """Whether the lazy form is of use here."""
-        p = self.params
-        penalties = p.repetition != 1 or p.presence != 0 or p.frequency != 0
-        return rule.name in DOWNWARD and self.logits.shape[1] <= MAX_VOCAB and not penalties
+        return rule.name in DOWNWARD and self.logits.shape[1] <= MAX_VOCAB and not self.params.penalised
 
     def select(self, rule: Rule, seed: int, request: int, cycle: int) -> tuple[int, int]:
         """Last accepted row and pending token, as `rule.select` decides them with the coins of this address.

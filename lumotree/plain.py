@@ -164,7 +164,7 @@ def next_token(request: Request, tokens: Sequence[int], logits: Tensor, cycle: i
     cycle: output tokens before it, which is the address of its coin. Raises DecodeError for NaN logits.
     """
     s, prompt = request.sampling, len(request.prompt)
-    if request.greedy and (s.repetition, s.presence, s.frequency) == (1.0, 0.0, 0.0):
+    if request.greedy and not s.penalised:
         if not bool(torch.isfinite(logits.amax())):
             raise DecodeError(f"request {request.number}, token {cycle}: the largest logit is not a finite number")
         return first_argmax(logits)

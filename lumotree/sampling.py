@@ -61,6 +61,11 @@ class SamplingParams:
         _demand("presence", self.presence, math.isfinite(self.presence), "finite")
         _demand("frequency", self.frequency, math.isfinite(self.frequency), "finite")
 
+    @property
+    def penalised(self) -> bool:
+        """Whether any penalty is on, so that the history matters."""
+        return self.repetition != 1 or self.presence != 0 or self.frequency != 0
+
 
 @dataclass(frozen=True)
 class Conventions:
@@ -151,7 +156,7 @@ class _Row:
 
     def _penalties(self) -> None:
         params = self.params
-        if params.repetition == 1 and params.presence == 0 and params.frequency == 0:
+        if not params.penalised:
             return
         prompt, output, path = self.history
         if path.min() < 0 or path.max() >= len(self.logits):

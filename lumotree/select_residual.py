@@ -74,15 +74,17 @@ class Residual:
 
     def chance(self, tokens: Tensor) -> Tensor:
         """What is left for the drafted tokens `[n or 1]`, p, float64 `[b]`."""
-        place, found = self._place(tokens)
+        return self._chance(tokens, *self._place(tokens))
+
+    def _chance(self, tokens: Tensor, place: Tensor, found: Tensor) -> Tensor:
         return torch.where(found, _pick(self.weights, place), self.prepared.weights[self.row][tokens]) / self.mass
 
     def ratio(self, tokens: Tensor, reach: Tensor) -> Tensor:
         """min(1, reach * p / q) of the drafted tokens `[n or 1]`, float64 `[b]`; reach `[b]`."""
-        p = self.chance(tokens) * reach
+        place, found = self._place(tokens)
+        p = self._chance(tokens, place, found) * reach
         if self.law is None:
             return p.clamp(max=1.0)
-        place, found = self._place(tokens)
         q = torch.where(found, _pick(self.law, place), 0.0) / self.law_mass
         return torch.where(q == 0, (p > 0).to(p.dtype), (p / q).clamp(max=1.0))
 

@@ -6,7 +6,7 @@ recurrence solved as a triangular system.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -92,7 +92,7 @@ class WYBackend(TorchBackend):
         ws.record_gdn(ops, layer)
         for slot, index, local, parents in local_rows(self._prepare(ops), batch):
             start = matrix(pool[layer], slot, slice(None), self.contract.layout).to(torch.float32)
-            out[index] = wy_outputs(local, start, parents).transpose(0, 1).to(out.dtype)
+            out[index] = wy_solve(local, start, parents)[0].transpose(0, 1).to(out.dtype)
 
 
 def local_rows(ops: Operands, batch: Batch) -> Iterator[tuple[int, Tensor, Operands, list[int]]]:
@@ -127,18 +127,26 @@ def decay_products(decay: Tensor, parents: list[int]) -> tuple[Tensor, Tensor]:
     return between, since
 
 
-def wy_outputs(x: Operands, start: Tensor, parents: list[int]) -> Tensor:
-    """fp32 outputs `[H, n, dv]` of a tree, parents first.
+def _as_is(x: Tensor) -> Tensor:
+    return x
 
-    x: operands `[H, n, ..]`; start: committed state `[H, dk, dv]`. With D = `between` and c = `since`, unrolling the
+
+def wy_solve(
+    x: Operands, start: Tensor, parents: list[int], take: Callable[[Tensor], Tensor] = _as_is
+) -> tuple[Tensor, Tensor]:
+    """fp32 outputs and factors u, both `[H, n, dv]`, of a tree, parents first.
+
+    x: operands `[H, n, ..]`; start: committed state `[H, dk, dv]`; take: what becomes of the operands of products (the
+    solve itself stays fp32). With D = `between` and c = `since`, unrolling the
     recurrence gives `u_t = beta_t (v_t - c_t R0 k_t - sum_{s<t} D_ts (k_s . k_t) u_s)`, a unit lower triangular system
     in u, and `o_t = c_t R0 q_t + sum_{s<=t} D_ts (k_s . q_t) u_s` (Gated DeltaNet, arXiv 2412.06464, section 3.3, with
     the causal mask replaced by ancestry).
     """
     between, since = decay_products(x.decay, parents)
     beta, c = x.beta.unsqueeze(-1), since.unsqueeze(-1)
-    keys = x.k.transpose(-1, -2)
-    lower = beta * between * (x.k @ keys)
-    right = beta * (x.v - c * (x.k @ start))
+    k, q, r = take(x.k), take(x.q), take(start)
+    keys = k.transpose(-1, -2)
+    lower = beta * between * (k @ keys)
+    right = beta * (x.v - c * (k @ r))
     u: Tensor = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
-    return c * (x.q @ start) + (between * (x.q @ keys)) @ u
+    return c * (q @ r) + take(between * (q @ keys)) @ take(u), u

@@ -5,25 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lumotree.backends.variants import WYBackend, decay_products
+from lumotree.backends.variants import WYBackend, wy_solve
 from lumotree.mechanisms.deferred import DeferredFactors
 from lumotree.mechanisms.factors import tf32
 from lumotree.verifier.step import Operands
-
-
-def solve(x: Operands, start: Tensor, parents: list[int], products: str) -> tuple[Tensor, Tensor]:
-    """Outputs and factors u of a tree, see `lumotree.backends.variants.wy_outputs`.
-
-    products: "fp32", or "tf32" for operands rounded as matrix units take them; the solve itself stays fp32.
-    """
-    take = tf32 if products == "tf32" else torch.Tensor.contiguous
-    between, since = decay_products(x.decay, parents)
-    beta, c = x.beta.unsqueeze(-1), since.unsqueeze(-1)
-    k, q, r = take(x.k), take(x.q), take(start)
-    lower = beta * between * (k @ k.transpose(-1, -2))
-    right = beta * (x.v - c * (k @ r))
-    u: Tensor = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
-    return c * (q @ r) + take(between * (q @ k.transpose(-1, -2))) @ take(u), u
 
 
 class TreeWYBackend(DeferredFactors):
@@ -39,7 +24,7 @@ class TreeWYBackend(DeferredFactors):
 
     def verify_tree(self, x: Operands, start: Tensor, parents: list[int]) -> tuple[Tensor, Tensor]:
         """Outputs and u of a tree."""
-        return solve(x, start, parents, self.products)
+        return wy_solve(x, start, parents, tf32 if self.products == "tf32" else torch.Tensor.contiguous)
 
 
 class TreeWYTf32Backend(TreeWYBackend):
