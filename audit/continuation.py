@@ -17,12 +17,11 @@ from audit.continuation_native import ARMS
 from audit.continuation_plan import Script
 from audit.continuation_run import PROMPTS_FILE, Found, Task, collect, workspace
 from audit.continuation_stack import StackSpec, make_stack, model_folder, prompts, served_by
-from audit.environment import environment
+from audit.environment import environment, environment_on
 from audit.frame import cells_frame
 from audit.processes import one_thread, peak_mib
 from audit.report import Report, decide
 from audit.runner import default_workers
-from audit.suite import environment_on
 from faults.continuation import reached_faults
 from lumotree.backends.loader import load_backend
 from lumotree.cycle_types import Stack
@@ -156,7 +155,7 @@ def finished(options: Options, stack: Stack, found: Found, started: float) -> Ru
         wall_s=round(time.perf_counter() - started, 2),
         peak_mib=peak_mib(),
         facts=facts,
-        warnings=tuple(render.warnings_of(judged)),
+        warnings=tuple(render.warnings_of(controls)),
         created=environment()["date"],
     )
     return Run(report, cells_frame(frame_records(judged)), found)

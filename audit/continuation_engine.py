@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,8 +15,7 @@ from audit.continuation_harvest import DEEPEST
 from audit.continuation_native import Snapshot, to_host
 from audit.continuation_plan import Script
 from audit.continuation_watch import Account, Expected, WatchedBackend, WatchedModel
-from audit.distance import same_bits
-from audit.guard import poison_
+from audit.guard import poison_, same_except
 from faults.continuation import EngineFault
 from lumotree.backends.protocol import Batch, Workspace
 from lumotree.cycle import Decoder
@@ -96,10 +94,9 @@ class Engine:
         fault: EngineFault | None = None,
         record: Path | None = None,
         backend_name: str = "",
-        note: Callable[[str], None] = lambda name: None,
     ) -> None:
         self.scripts = {s.number: s for s in scripts}
-        self.outcome, self.note = Outcome(), note
+        self.outcome = Outcome()
         self.drafter = _Scripted(self.scripts, self.outcome)
         model, backend = stack.model, stack.backend
         self.contract = backend.contract
@@ -180,7 +177,6 @@ class Engine:
         """The script's cycles, alone."""
         for _ in script.cycles[:cycles]:
             self.advance([script.number])
-        self.note(script.name)
 
     def advance(self, numbers: Sequence[int]) -> None:
         """One cycle of these requests, in this order; a snapshot of each that is behind its prompt afterwards."""
@@ -242,13 +238,10 @@ class Engine:
     def _untouched(self, before: Mapping[str, Tensor], turns: Sequence[Turn]) -> None:
         """Everything outside the slots, pages and scratch of this cycle's requests is bitwise as it was."""
         for name, now in self._memory().items():
-            keep = torch.ones(now.shape[1], dtype=torch.bool)
-            for turn in turns:
-                own = [turn.lease.slot] if name in ("recurrent", "conv") else self._writable(turn)
-                keep[torch.as_tensor(np.asarray(own))] = False
-            keep = keep.to(now.device)
+            states = name in ("recurrent", "conv")
+            own = [slot for turn in turns for slot in ([turn.lease.slot] if states else self._writable(turn))]
             self.outcome.watched += 1
-            if not same_bits(now[:, keep], before[name][:, keep]):
+            if not same_except(now, before[name], torch.tensor(own, device=now.device)):
                 self.outcome.touched.append(f"{name} in cycle {self.outcome.forwards - 1}")
         apart = self.decoder.surfaces(BYSTANDER).differences(self.beside)
         self.outcome.touched += [f"bystander's {d}" for d in apart[:1]]

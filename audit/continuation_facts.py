@@ -35,10 +35,11 @@ def facts_of(j: Judged) -> dict[str, Any]:
         "recorded": j.found.recorded.verdict if j.found.recorded else None,
     }
     if j.found.spread is not None:
-        rule, m = j.found.spread.rule(), len(heldout_units(j))
+        rule, units = j.found.spread.rule(), heldout_units(j)
+        m = len(units)
         facts["calibrated"] = {
             "n": rule.n, "m": m, "allowed": rule.allowed(m), "alpha": rule.alpha, "false_alarm": rule.false_alarm(m),
-            "bounds": dict(rule.bounds), "exceeding": exceeding(rule, heldout_units(j)),
+            "bounds": dict(rule.bounds), "exceeding": exceeding(rule, units),
         }  # fmt: skip
     if j.found.drift is not None:
         facts["drift"] = drift_facts(j.found.drift)

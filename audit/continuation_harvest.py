@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -66,21 +66,15 @@ def shape_of(name: str) -> Tree:
     return hydra27() if name == "hydra27" else chain(1) if name == "root" else named(name)
 
 
-def harvest(
-    stack: Stack,
-    plan: Sequence[Course],
-    texts: Sequence[Sequence[int]],
-    note: Callable[[str], None] = lambda name: None,
-) -> list[Script]:
+def harvest(stack: Stack, plan: Sequence[Course], texts: Sequence[Sequence[int]]) -> list[Script]:
     """Decode every course greedily and return what happened. texts: see HarvestDrafter. Raises as a decoder does."""
     fed: dict[tuple[int, ...], SavedRequest] = {}
-    return [_one(stack, course, texts, fed, note) for course in plan]
+    return [_one(stack, course, texts, fed) for course in plan]
 
 
 def _one(
-    stack: Stack, course: Course, texts: Sequence[Sequence[int]], fed: dict[tuple[int, ...], SavedRequest],
-    note: Callable[[str], None],
-) -> Script:  # fmt: skip
+    stack: Stack, course: Course, texts: Sequence[Sequence[int]], fed: dict[tuple[int, ...], SavedRequest]
+) -> Script:
     # The first token comes with the prompt's own cycle, so decoding cycles are numbered from 1.
     drafter = HarvestDrafter(
         texts, lambda cycle: shape_of(course.shapes[cycle - 1]), stack.model.vocab, head=stack.head is not None
@@ -109,10 +103,4 @@ def _one(
         decoder.publish(verified, [Decision(path, pending)])
         cycles.append(Forced(Tree.make(tree.parents, tokens=tree.tokens, active=tree.active), path, live.path[-1]))
     pending = decoder.running[course.number].tokens[-1]
-    note(course.name)
     return Script(course.name, course.number, course.kind, course.prompt, CHUNKS[course.kind], tuple(cycles), pending)
-
-
-def script_tensors(scripts: Sequence[Script]) -> torch.Tensor:
-    """All tokens of all scripts in a row, int64: what two processes must agree on before they are compared."""
-    return torch.tensor([t for s in scripts for t in s.tokens], dtype=torch.int64)

@@ -6,7 +6,7 @@ process, the capacity and page size of the cache, and how requests are packed in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -61,9 +61,7 @@ ARMS = {
 }
 
 
-def native_trace(
-    stack: Stack, scripts: Sequence[Script], packing: Packing, note: Callable[[str], None] = lambda name: None
-) -> Trace:
+def native_trace(stack: Stack, scripts: Sequence[Script], packing: Packing) -> Trace:
     """Feed every script's tokens; snapshots behind the prompt and each cycle, by name of the script."""
     rng = np.random.default_rng(np.random.SeedSequence([packing.order, 43]))
     order = rng.permutation(len(scripts)).tolist() if packing.order else list(range(len(scripts)))
@@ -71,7 +69,6 @@ def native_trace(
     for start in range(0, len(order), packing.group):
         group = [scripts[i] for i in order[start : start + packing.group]]
         trace |= _Group(stack, group, packing, rng).run()
-        note(group[-1].name)
     return trace
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from audit.continuation_engine import Engine, Outcome
@@ -14,26 +14,20 @@ from lumotree.cycle_types import Stack
 BATCH = 4
 
 
-def _quiet(name: str) -> None:
-    return None
-
-
 def play_cold(
     stack: Stack, script: Script, native: Trace, *, fault: EngineFault | None = None, record: Path | None = None,
-    backend_name: str = "", note: Callable[[str], None] = _quiet,
+    backend_name: str = "",
 ) -> Outcome:  # fmt: skip
     """A fresh engine that imports the state behind the prompt, and the script's cycles."""
-    engine = Engine(stack, [script], fault=fault, record=record, backend_name=backend_name, note=note)
+    engine = Engine(stack, [script], fault=fault, record=record, backend_name=backend_name)
     engine.import_state(script, native[script.name][0])
     engine.play(script)
     return engine.outcome
 
 
-def play_repeat_and_resumed(
-    stack: Stack, repeat: Script, resumed: Script, note: Callable[[str], None] = _quiet
-) -> Outcome:
+def play_repeat_and_resumed(stack: Stack, repeat: Script, resumed: Script) -> Outcome:
     """The first request feeds the prompt and primes the prefix cache; the second is resumed from it."""
-    engine = Engine(stack, [repeat, resumed], note=note)
+    engine = Engine(stack, [repeat, resumed])
     engine.feed_prompt(repeat, remember=True)
     engine.play(repeat)
     engine.decoder.release(repeat.number)
@@ -56,10 +50,10 @@ def play_pair(stack: Stack, scripts: Sequence[Script], native: Trace, fault: Eng
     return engine.outcome
 
 
-def play_batch(stack: Stack, scripts: Sequence[Script], note: Callable[[str], None] = _quiet) -> Outcome:
+def play_batch(stack: Stack, scripts: Sequence[Script]) -> Outcome:
     """Up to BATCH requests at a time: admitted one after another while others decode, prompts fed in chunks, row order
     turned each cycle, finished ones released and their slots used again by those that wait."""
-    engine = Engine(stack, scripts, slots=BATCH, note=note)
+    engine = Engine(stack, scripts, slots=BATCH)
     waiting, running, cycle = list(scripts), list[Script](), 0
     while waiting or running:
         if waiting and len(running) < BATCH:
@@ -70,6 +64,5 @@ def play_batch(stack: Stack, scripts: Sequence[Script], note: Callable[[str], No
         for script in [s for s in running if engine.done(s)]:
             engine.decoder.release(script.number)
             running.remove(script)
-            note(script.name)
         cycle += 1
     return engine.outcome

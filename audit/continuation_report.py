@@ -308,9 +308,9 @@ def doubts_of(j: Judged) -> list[str]:
     return doubts
 
 
-def warnings_of(j: Judged) -> list[str]:
+def warnings_of(controls: Sequence[Control]) -> list[str]:
     """What a reader should know of the rules."""
-    weak = [c.fault for c in controls_of(j) if c.detected and c.ratio is not None and c.ratio <= 1]
+    weak = [c.fault for c in controls if c.detected and c.ratio is not None and c.ratio <= 1]
     if weak:
         return [f"the published envelope alone would let through: {', '.join(weak)}"]
     return []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,11 +50,10 @@ def model_folder(spec: StackSpec) -> Path:
 
 def make_stack(spec: StackSpec) -> Stack:
     """Load model and backends. Raises InputError for anything that cannot be loaded or does not fit."""
-    folder = model_folder(spec)
-    model = load_model(folder, spec.device)
+    model = load_model(model_folder(spec), spec.device)
     backend = candidate(spec)
     head = model.draft_head(backend) if model.config.mtp_layers else None
-    return Stack(model, backend, head, identity=identity(folder))
+    return Stack(model, backend, head)
 
 
 def candidate(spec: StackSpec) -> Any:
@@ -81,15 +79,6 @@ def served_by(spec: StackSpec, base: Any) -> dict[str, str]:
     covered = covered_surfaces(base)
     own = {s: spec.backend if all(covered[s]) else FALLBACK.get(kind, "torch") for s in SURFACES}
     return {s: chosen.get(s, own[s]) for s in SURFACES}
-
-
-def identity(folder: Path) -> str:
-    """SHA-256 over a model folder's config and weights, shortened."""
-    digest = hashlib.sha256()
-    for path in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()[:16]
 
 
 def prompts(stack: Stack, count: int, which: str, seed: int) -> list[tuple[int, ...]]:

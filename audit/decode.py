@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 import torch
@@ -19,11 +19,20 @@ import torch
 from audit.decode_controls import Controls
 from audit.decode_judge import Verdict, judge_surfaces, judge_tokens, same_runs
 from audit.decode_report import Found, checks_of, facts, findings_of
-from audit.decode_setup import capacity_for, check_positions, open_stack, poisoned, prompts_of, requests_of
+from audit.decode_setup import (
+    capacity_for,
+    check_positions,
+    folder_of,
+    identity_of,
+    open_stack,
+    poisoned,
+    prompts_of,
+    requests_of,
+)
 from audit.decode_stats import BENCH_TOKENS, CycleCost, ModeStats, bench_cycles, stats_of
 from audit.decode_tasks import Bench, Broken, ControlTask, LocateTask, ModeTask, PlainTask, ReplayTask, Task, bench
 from audit.decode_types import LAWS, MODES, ModeRun, Options, Truth
-from audit.environment import environment
+from audit.environment import environment_on
 from audit.processes import peak_mib
 from audit.render.progress import Progress
 from audit.report import Report, decide
@@ -65,7 +74,7 @@ def run_decode(options: Options) -> Run:
     """Run everything the options ask for. Raises InputError and its kin for bad input, before anything is decoded."""
     started = time.perf_counter()
     check_options(options)
-    stack = poisoned(open_stack(options))
+    stack = replace(poisoned(open_stack(options)), identity=identity_of(folder_of(options)))
     prompts = prompts_of(options)
     for mode in options.modes:  # refuses prompts and options that no run could take
         _check_requests(options, stack, mode)
@@ -91,7 +100,7 @@ def run_decode(options: Options) -> Run:
 
 
 def _check_requests(options: Options, stack: Stack, mode: str) -> None:
-    requests = requests_of(options, stack, mode, "greedy", 0)
+    requests = requests_of(options, mode, "greedy", 0)
     check_positions(requests, stack.model.config.positions)  # type: ignore[attr-defined]
     decoder = Decoder(stack, capacity_for(requests, 1))
     for request in requests:
@@ -193,7 +202,7 @@ def _stats(runs: Sequence[ModeRun], options: Options) -> list[ModeStats]:
 
 def _cost(options: Options, stack: Stack) -> CycleCost | None:
     """None for a model with too few positions."""
-    wide, chain = (requests_of(options, stack, mode, "greedy", 0)[0] for mode in (WIDE, CHAIN))
+    wide, chain = (requests_of(options, mode, "greedy", 0)[0] for mode in (WIDE, CHAIN))
     positions = stack.model.config.positions  # type: ignore[attr-defined]
     return bench_cycles(stack, wide, chain) if len(wide.prompt) + BENCH_TOKENS <= positions else None
 
@@ -211,7 +220,7 @@ def _report(options: Options, stack: Stack, found: Found, prompts: Sequence[int]
         suite=f"decode {len(prompts)} prompts, {options.tokens} tokens",
         backend=stack.backend.name,
         contract=stack.backend.contract.as_dict(),
-        environment=environment() if options.device != "cpu" else {**environment(), "gpu": None},
+        environment=environment_on(options.device),
         envelope=None,
         coverage=coverage,
         checks=tuple(checks),

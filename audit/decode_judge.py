@@ -90,15 +90,6 @@ def judge_surfaces(verdict: Verdict, run: ModeRun, truth: Truth) -> None:
                 )
 
 
-def lengths_asked(runs: Iterable[ModeRun]) -> dict[int, set[int]]:
-    """Request -> the m at which its surfaces are to be compared."""
-    asked: dict[int, set[int]] = {}
-    for run in runs:
-        for mark in run.marks:
-            asked.setdefault(mark.number, set()).add(mark.committed)
-    return asked
-
-
 def same_runs(one: ModeRun, other: ModeRun) -> Verdict:
     """Where `other` differs from `one`, in the tokens of its requests or in any surface at a length that both had."""
     truth = Truth(one.outputs, _by_length(one.marks))

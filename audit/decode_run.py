@@ -115,10 +115,8 @@ def run_plain(
     requests: Sequence[Request],
     outputs: Sequence[Sequence[int] | None] | None = None,
     asked: Sequence[set[int]] | None = None,
-    advance: Callable[[int], None] | None = None,
-) -> list[tuple[tuple[int, ...], Mapping[int, Digests], tuple[tuple[int, int], ...]]]:
-    """Plain decoding of requests (which may repeat), or of given outputs: (output, m -> digests, places where a given
-    greedy output is not plain decoding's own) of each.
+) -> list[tuple[tuple[int, ...], Mapping[int, Digests]]]:
+    """Plain decoding of requests (which may repeat), or of given outputs: (output, m -> digests) of each.
 
     asked: the m of each request to digest at; None = at every m. The end is always there.
     """
@@ -129,34 +127,26 @@ def run_plain(
     def watch(place: int, fed: int) -> None:
         if asked is None or fed in asked[place]:
             kept[place][fed] = digests_of(plain.surfaces(place), signed_zeros=signed)
-        if advance is not None:
-            advance(1)
 
     results = plain.run(watch)
     for place, result in enumerate(results):
         if result.steps not in kept[place]:
             kept[place][result.steps] = digests_of(result.surfaces, signed_zeros=signed)
-    return [(r.output, digests, r.differs) for r, digests in zip(results, kept, strict=True)]
+    return [(r.output, digests) for r, digests in zip(results, kept, strict=True)]
 
 
-def truth_of(
-    stack: Stack,
-    requests: Sequence[Request],
-    outputs: Mapping[int, Sequence[int]] | None = None,
-    asked: Mapping[int, set[int]] | None = None,
-    advance: Callable[[int], None] | None = None,
-) -> Truth:
-    """Plain decoding of one set of requests, by number. Raises DecodeError for logits that are no numbers."""
+def truth_of(stack: Stack, requests: Sequence[Request], *, every: bool = True) -> Truth:
+    """Plain decoding of one set of requests, by number. every: digests at every m, not at the end alone.
+
+    Raises DecodeError for logits that are no numbers.
+    """
     started = time.perf_counter()
-    given = None if outputs is None else [outputs[r.number] for r in requests]
-    points = None if asked is None else [asked.get(r.number, set()) for r in requests]
-    found = run_plain(stack, requests, given, points, advance)
+    found = run_plain(stack, requests, asked=None if every else [set() for _ in requests])
     if stack.model.device.type == "cuda":
         torch.cuda.synchronize(stack.model.device)
     return Truth(
         {r.number: f[0] for r, f in zip(requests, found, strict=True)},
         {r.number: f[1] for r, f in zip(requests, found, strict=True)},
-        {r.number: f[2] for r, f in zip(requests, found, strict=True)},
         max(len(r.prompt) + len(f[0]) - 1 for r, f in zip(requests, found, strict=True)),
         time.perf_counter() - started,
     )

@@ -38,11 +38,15 @@ ROWS = 32
 
 def open_stack(options: Options) -> Stack:
     """Model, backend and draft head. Raises CheckpointError, BackendError and InputError."""
-    folder = Path(options.checkpoint) if options.checkpoint else shipped_folder()
     backend = open_backend(options.backend)
-    model = load_model(folder, options.device)
+    model = load_model(folder_of(options), options.device)
     head = model.draft_head(backend) if model.config.mtp_layers else None
-    return Stack(model, backend, head, identity=identity_of(folder))
+    return Stack(model, backend, head)
+
+
+def folder_of(options: Options) -> Path:
+    """The folder of the model."""
+    return Path(options.checkpoint) if options.checkpoint else shipped_folder()
 
 
 def open_backend(spec: str) -> Any:
@@ -115,7 +119,7 @@ def _read_prompts(path: str) -> list[list[int]]:
     return data
 
 
-def requests_of(options: Options, stack: Stack, mode: str, law: str, run: int) -> list[Request]:
+def requests_of(options: Options, mode: str, law: str, run: int) -> list[Request]:
     """The requests of one run: numbers are the prompts' places.
 
     Sampled requests draw the candidates of the MTP head from its law; suffix matches and budget trees are point masses.

@@ -45,8 +45,8 @@ class PlainTask:
     label: str = "plain decoding"
 
     def __call__(self, options: Options, stack: Stack) -> Truth:
-        requests = requests_of(options, stack, "plain", "greedy", 0)
-        return truth_of(stack, requests, asked=None if options.every else {})
+        requests = requests_of(options, "plain", "greedy", 0)
+        return truth_of(stack, requests, every=options.every)
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class ModeTask:
         return f"{self.mode} {self.law}{' in another batch' if self.turned else ''}"
 
     def __call__(self, options: Options, stack: Stack) -> ModeRun:
-        requests = requests_of(options, stack, self.mode, self.law, self.run)
+        requests = requests_of(options, self.mode, self.law, self.run)
         batch = min(options.batch, len(requests))
         if self.turned:
             requests = requests[:TURNED][::-1]
@@ -104,7 +104,7 @@ class ReplayTask:
         requests, outputs, asked = [], [], []
         for run in self.runs:
             lengths = _lengths(run)
-            for request in requests_of(options, stack, run.mode, run.law, run.run):
+            for request in requests_of(options, run.mode, run.law, run.run):
                 if run.outputs.get(request.number):
                     requests.append(request)
                     anew = run.mode == "plain" and not self.follow
@@ -119,6 +119,7 @@ class ReplayTask:
 
 
 def _lengths(run: ModeRun) -> Mapping[int, set[int]]:
+    """Request -> the m at which its surfaces are to be compared."""
     found: dict[int, set[int]] = {}
     for mark in run.marks:
         found.setdefault(mark.number, set()).add(mark.committed)
@@ -133,7 +134,7 @@ class ControlTask:
     label: str = "controls"
 
     def __call__(self, options: Options, stack: Stack) -> Controls:
-        return run_controls(stack, requests_of(options, stack, "plain", "greedy", 0), self.ids)
+        return run_controls(stack, requests_of(options, "plain", "greedy", 0), self.ids)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -95,7 +95,6 @@ class Truth:
 
     outputs: Mapping[int, tuple[int, ...]]
     digests: Mapping[int, Mapping[int, Digests]]
-    differs: Mapping[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     forwards: int = 0
     seconds: float = 0.0
 

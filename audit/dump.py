@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 import time
 from collections.abc import Iterator
@@ -74,7 +75,7 @@ def judge_dump(options: DumpOptions) -> Report:
     name = options.backend or first.backend or "none"
     judge, controls = DumpJudge(_backend(name, first), options.head, options.device), Controls()
     with one_thread(), Progress(len(files), "recorded cycles") as progress:
-        for record in records(files):
+        for record in itertools.chain([first], records(files[1:])):
             if options.controls:
                 controls.try_on(judge, record)
             judge.judge(record)

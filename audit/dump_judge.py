@@ -11,12 +11,13 @@ from torch import Tensor
 from audit.distance import differing_cells, differing_mask, same_bits
 from audit.dump_chain import Chain, ChainRow, Entry, LayerChain, entries
 from audit.dump_drafter import drafter_entries, entry_count
-from audit.dump_ledger import Cursor, Held, Ledger, same_hash
+from audit.dump_ledger import Cursor, Held, Ledger
 from audit.dump_oracle import DumpOracle
 from audit.tally import Place, Tallies
 from audit.truth import canonical
 from lumotree.errors import PathError, RecordError
 from lumotree.record_file import CycleRecord
+from lumotree.recorder import sha256_of
 
 #: Check id -> title, surface, rung. In this order they are reported.
 DUMP_CHECKS: dict[str, tuple[str, str, str]] = {
@@ -269,8 +270,9 @@ class DumpJudge:
         """The committed prefix before and after, and the accepted rows' way from candidate to committed slots."""
         t = entry.record.tensors
         for name, cache in (("k", held.k[layer]), ("v", held.v[layer])):
+            hashed = sha256_of(cache)
             for when, stored in zip(("before", "after"), t[f"history.{name}"][:, layer, entry.index], strict=True):
-                same = same_hash(stored, cache)
+                same = torch.equal(stored, hashed)
                 what = {"layer": layer, "got": f"{name} {when} the cycle", "allowed": "as committed"}
                 self._verdict("dump.kv_history", entry, same, **what)
             candidate = t[f"candidate.{name}"][layer, entry.rows]
@@ -296,8 +298,9 @@ class DumpJudge:
         """Earlier entries as they were, and with the model's head the new ones as its hidden rows demand."""
         t = entry.record.tensors
         for which, name in enumerate(("k", "v")):
+            hashed = sha256_of(held[which])
             for when, stored in zip(("before", "after"), t["drafter.history"][:, which, entry.index], strict=True):
-                same = same_hash(stored, held[which])
+                same = torch.equal(stored, hashed)
                 self._verdict("dump.drafter", entry, same, got=f"{name} {when} the cycle", allowed="as committed")
         if self.head is not None and path:
             for name, want in zip(("k", "v"), drafter_entries(self.head, entry, path, self.device), strict=True):

@@ -11,7 +11,6 @@ from audit.dump_chain import Entry
 from audit.dump_drafter import first_entry
 from lumotree.errors import RecordError
 from lumotree.record_file import CycleRecord
-from lumotree.recorder import sha256_of
 
 
 @dataclass
@@ -93,8 +92,3 @@ class Ledger:
             torch.cat([held.v, t["committed.v"][:, committed]], 1),
             t["hidden.next"][i] if "hidden.next" in t else None, drafter,
         )  # fmt: skip
-
-
-def same_hash(stored: Tensor, cache: Tensor) -> bool:
-    """Whether a recorded hash is that of these rows of one layer."""
-    return torch.equal(stored, sha256_of(cache))

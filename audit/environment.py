@@ -59,6 +59,12 @@ def environment() -> dict[str, Any]:
     }
 
 
+def environment_on(device: str) -> dict[str, Any]:
+    """Facts of the environment; the GPU only where the run uses it, so that a CPU envelope does not depend on it."""
+    facts = environment()
+    return facts if torch.device(device).type == "cuda" else {**facts, "gpu": None}
+
+
 def processor_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """Return the processor's model name (Linux), else what the platform says."""
     try:

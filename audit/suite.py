@@ -15,7 +15,7 @@ from audit import assemble, envelope
 from audit.cases import CaseSpec, family_sha256
 from audit.component import CaseResult
 from audit.diagnose import diagnose
-from audit.environment import code_sha256, environment, object_sha256
+from audit.environment import code_sha256, environment, environment_on, object_sha256
 from audit.families import SHAPES, Shape, family, fits, fitting_shape, replayed_cases, units
 from audit.frame import cells_frame
 from audit.processes import one_thread, peak_mib
@@ -212,12 +212,6 @@ def _load_envelope(options: Options, backend: Any, shape: Shape) -> tuple[Envelo
     if loaded.seed == options.seed and loaded.case_sha256 == family_sha256(units(shape, "heldout", options.seed)):
         raise InputError(f"envelope {path}: made from the held-out cases themselves; recalibrate")
     return EnvelopeRef(str(path), loaded.sha256, loaded.guarantee), loaded, warnings
-
-
-def environment_on(device: str) -> dict[str, Any]:
-    """Facts of the environment; the GPU only where the run uses it, so that a CPU envelope does not depend on it."""
-    facts = environment()
-    return facts if torch.device(device).type == "cuda" else {**facts, "gpu": None}
 
 
 def _report(

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from faults import publication
+from faults import CATALOGUE
+from faults.catalogue import Wrap
 from lumotree.backends.protocol import Accepted, Batch
 from lumotree.drafter_state import Advance, DrafterState
 from lumotree.tree import Tree
-
-Wrap = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
@@ -145,10 +144,6 @@ class KeptDrafts(DrafterState):
         return forward.hidden[0]
 
 
-def _publication(kind: str) -> Wrap:
-    return next(f for f in publication.FAULTS if f.kind == kind).wrap
-
-
 def _told(function: Callable[[Batch, Accepted, Any], tuple[Batch, Accepted]]) -> Wrap:
     return lambda model: Publishing(model, function)
 
@@ -159,15 +154,15 @@ ENGINE_FAULTS: dict[str, EngineFault] = {
     for f in (
         EngineFault(
             "conv rows not published", "the convolution history stays that of the cycle before", ("conv",),
-            ("B2", "B3"), backend=_publication("history_not_published"),
+            ("B2", "B3"), backend=CATALOGUE["history_not_published.conv"].wrap,
         ),
         EngineFault(
             "gdn rows not published", "the recurrent state stays that of the cycle before", ("gdn",),
-            ("A3", "A13"), backend=_publication("state_not_published"),
+            ("A3", "A13"), backend=CATALOGUE["state_not_published.gdn"].wrap,
         ),
         EngineFault(
             "kv remap off by one", "accepted KV lands one position too far", ("kv_new",),
-            ("I2", "J1", "DF6"), backend=_publication("kv_remap_off_by_one"),
+            ("I2", "J1", "DF6"), backend=CATALOGUE["kv_remap_off_by_one.attention"].wrap,
         ),
         EngineFault(
             "stale root token", "row 0 carries the pending token of the cycle before", ("next", "gdn", "inputs"),
