@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +16,7 @@ from audit.environment import environment
 from audit.families import DIMS_MICRO_EXACT
 from audit.fault_matrix import exact_interval
 from audit.metamorphic import RELATIONS
-from audit.processes import one_thread
+from audit.processes import one_thread, pooled
 from audit.render.progress import Progress
 from audit.report import Check, Finding, Report, decide
 from audit.runner import default_workers
@@ -186,15 +184,14 @@ def _parts(backends: Sequence[str], numbers: range, seed: int, workers: int, siz
         with one_thread():
             yield from (clean_cases(*job) for job in jobs)
         return
-    context = multiprocessing.get_context("spawn")  # see audit.runner
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        yield from pool.map(clean_cases, *zip(*jobs, strict=True))
+    yield from pooled(clean_cases, jobs, workers, f"clean cases of {', '.join(backends)}", in_order=True)
 
 
 def to_report(found: Sequence[Clean], seed: int, command: str, seconds: float) -> Report:
     """FAIL with a false alarm, INCONCLUSIVE without a case; one check a backend."""
     checks = [_check(c) for c in found]
     coverage = dict.fromkeys(SURFACES, "covered")
+    facts = environment()
     verdict, reasons = decide(checks, [], coverage, controls_required=False)
     return Report(
         verdict=verdict,
@@ -202,7 +199,7 @@ def to_report(found: Sequence[Clean], seed: int, command: str, seconds: float) -
         suite="clean cases",
         backend=", ".join(c.backend for c in found),
         contract={},
-        environment=environment(),
+        environment=facts,
         envelope=None,
         coverage=coverage,
         checks=tuple(checks),
@@ -223,7 +220,7 @@ def to_report(found: Sequence[Clean], seed: int, command: str, seconds: float) -
                 for c in found
             }
         },
-        created=environment()["date"],
+        created=facts["date"],
     )
 
 

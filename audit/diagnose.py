@@ -25,7 +25,7 @@ from audit.tally import Place
 from faults import CATALOGUE
 from faults.reach import Scene
 from lumotree.backends.loader import load_backend
-from lumotree.backends.protocol import SURFACES, covered_surfaces
+from lumotree.backends.protocol import SURFACES, complete_surfaces
 from lumotree.contract import Contract
 from lumotree.errors import InputError
 
@@ -116,8 +116,7 @@ class Known:
     def _faulty(self, h: Hypothesis, spec: CaseSpec) -> Any:
         fault = CATALOGUE[h.fault]
         torch.manual_seed(coins_of(spec))
-        wrap = fault.wrap if h.size is None or fault.knob is None else fault.knob.wrap(h.size)
-        return alone(wrap(self._inner), self.surface)
+        return alone(fault.at(h.size)(self._inner), self.surface)
 
     def hypotheses(self, scene: Scene) -> Iterator[Hypothesis]:
         """Faults of the surface that a case reaches, at every size of their knobs."""
@@ -268,6 +267,6 @@ def diagnose(
     Raises InputError when no kernel of ours has the backend's contract.
     """
     cases = list(ladder(seed)) if specs is None else list(specs)
-    covered = [s for s, has in covered_surfaces(make()).items() if all(has)]
+    covered = complete_surfaces(make())
     found = (diagnose_surface(make, s, cases) for s in SURFACES if s in covered and s in (surfaces or covered))
     return [d for d in found if d is not None]

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from audit.cases import Case, CaseSpec
+from audit.cases import CaseSpec
 from audit.diagnose import Known, diagnose_surface
 from audit.environment import environment
 from audit.fault_cases import heldout_ladder
-from audit.fault_matrix import exact_interval
+from audit.fault_matrix import Cases, exact_interval
+from audit.processes import pooled
 from audit.render.progress import Progress
 from audit.report import Check, Report, decide
 from audit.runner import default_workers
-from audit.scene import scene_of
 from faults import CATALOGUE, Fault
 from lumotree.backends.loader import load_backend
 from lumotree.backends.protocol import SURFACES
@@ -59,21 +57,20 @@ def evaluate(surface: str, kernel: str, base: str, seed: int) -> list[Verdict]:
     torch.set_num_threads(1)
     inner = load_backend(kernel)
     known = Known(base, inner.contract, surface)
-    specs = list(heldout_ladder(seed))
-    scenes = [scene_of(Case(s, inner.contract)) for s in specs]
+    cases = Cases(heldout_ladder(seed), inner.contract)
     verdicts = []
     for at, fault in enumerate(f for f in CATALOGUE.values() if f.surface == surface and f.expect == "detected"):
         if not fault.fits(inner):
             continue
-        reached = [s for s, scene in zip(specs, scenes, strict=True) if fault.reaches(scene)]
-        rest = [s for s in specs if s not in reached]
+        reached = list(cases.reaching(fault))
+        rest = [s for s in cases.specs if s not in reached]
         verdicts.append(_one(inner, fault, kernel, [*reached, *rest], known, seed, at))
     return verdicts
 
 
 def _one(inner: Any, fault: Fault, kernel: str, specs: Sequence[CaseSpec], known: Known, seed: int, at: int) -> Verdict:
     size = fault.knob.sizes[(seed + at) % len(fault.knob.sizes)] if fault.knob else None
-    wrap = fault.wrap if size is None or fault.knob is None else fault.knob.wrap(size)
+    wrap = fault.at(size)
     found = diagnose_surface(lambda: wrap(inner), fault.surface, specs, [known])
     if found is None:
         return Verdict(fault.id, fault.surface, kernel, size, seed, None)
@@ -87,22 +84,16 @@ def run_evaluation(seeds: int, workers: int | None = None, first: int = FIRST_SE
     count = default_workers("cpu") if workers is None else workers
     verdicts: list[Verdict] = []
     with Progress(len(jobs), "diagnoses") as progress:
-        for part in _pooled(jobs, count) if count else (evaluate(*job) for job in jobs):
+        for part in pooled(evaluate, jobs, count, "diagnoses") if count else (evaluate(*job) for job in jobs):
             verdicts += part
             progress.advance(note=f"{part[0].surface} on {part[0].kernel}" if part else "")
     return verdicts
 
 
-def _pooled(jobs: Sequence[tuple[str, str, str, int]], workers: int) -> Iterator[list[Verdict]]:
-    context = multiprocessing.get_context("spawn")  # see audit.runner
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
-        for future in as_completed([pool.submit(evaluate, *job) for job in jobs]):
-            yield future.result()
-
-
 def to_report(verdicts: Sequence[Verdict], command: str, seconds: float, first: int = FIRST_SEED) -> Report:
     """One check a pair of kernels: the share of faults whose name is in the group. FAIL below WANTED."""
     checks = [_check(kernel, base, [v for v in verdicts if v.kernel == kernel]) for kernel, base in PAIRS]
+    facts = environment()
     verdict, reasons = decide(checks, [], dict.fromkeys(SURFACES, "covered"), controls_required=False)
     return Report(
         verdict=verdict,
@@ -110,7 +101,7 @@ def to_report(verdicts: Sequence[Verdict], command: str, seconds: float, first: 
         suite="diagnosis",
         backend=", ".join(kernel for kernel, _ in PAIRS),
         contract={},
-        environment=environment(),
+        environment=facts,
         envelope=None,
         coverage=dict.fromkeys(SURFACES, "covered"),
         checks=tuple(checks),
@@ -124,7 +115,7 @@ def to_report(verdicts: Sequence[Verdict], command: str, seconds: float, first: 
             "cases": "heldout (audit.fault_cases.MEASURE); written on audit.fault_cases.LADDER",
             **{kernel: summary([v for v in verdicts if v.kernel == kernel]) for kernel, _ in PAIRS},
         },
-        created=environment()["date"],
+        created=facts["date"],
     )
 
 

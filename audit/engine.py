@@ -28,7 +28,7 @@ from lumotree.backends.protocol import (
     Plan,
     StepOps,
     StepOut,
-    covered_surfaces,
+    complete_surfaces,
 )
 from lumotree.errors import ContractError
 from lumotree.state import KVCache, Pools, State
@@ -77,7 +77,7 @@ class Engine:
     def __init__(self, backend: Any, world: World, device: torch.device | str = "cpu", where: str = "program") -> None:
         self.backend, self.world, self.device, self.where = backend, world, torch.device(device), where
         self.contract, self.draws = backend.contract, Draws(world)
-        self.surfaces = [s for s, has in covered_surfaces(backend).items() if all(has)]
+        self.surfaces = complete_surfaces(backend)
         self.slab = Slab(self._parts(), device)
         self.pools = Pools(
             self.slab["pool.recurrent"], self.slab["pool.conv"], KVCache(self.slab["cache.k"], self.slab["cache.v"])
@@ -181,15 +181,17 @@ class Engine:
         stack = (torch.stack([s.recurrent for s in states]), torch.stack([s.conv for s in states]))
         return Past(*stack, self.pools.cache.k[:, at].clone(), self.pools.cache.v[:, at].clone())
 
-    def finish(self, key: int) -> None:
-        """Free a request's slot and the pages that nobody else uses, and poison them."""
+    def finish(self, key: int) -> list[int]:
+        """Free a request's slot and the pages that nobody else uses, and poison them; flat KV slots of those pages."""
         request = self.requests.pop(key)
         used = {page for r in self.requests.values() for page in r.pages}
         freed = [page for page in request.pages if page not in used]
         self.free_slots.append(request.slot)
         self._pages += reversed(freed)
         self.poison_slot(request.slot)
-        self.poison_kv([p * self.world.page_size + o for p in freed for o in range(self.world.page_size)])
+        flat = [p * self.world.page_size + o for p in freed for o in range(self.world.page_size)]
+        self.poison_kv(flat)
+        return flat
 
     def poison_slot(self, slot: int) -> None:
         """What a free state slot holds must not matter."""
@@ -205,8 +207,12 @@ class Engine:
         self.slab.accept_all()
 
     def committed(self, key: int, positions: Iterable[int]) -> Tensor:
-        """Flat KV slots, int64, of positions of a request."""
-        table = torch.tensor([self.requests[key].pages], device=self.device)
+        """Flat KV slots, int64, of positions of a live request."""
+        return self.flat(self.requests[key], positions)
+
+    def flat(self, request: Request, positions: Iterable[int]) -> Tensor:
+        """Flat KV slots, int64, of positions in a request's pages."""
+        table = torch.tensor([request.pages], device=self.device)
         return flat_slots(table, self.world.page_size, 0, list(positions))
 
     def export(self, key: int, layer: int) -> State:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +14,11 @@ from audit.fault_cases import heldout_ladder, ladder
 from audit.fault_programs import PROGRAMS
 from audit.fault_trial import Trial, component_trial, own_failure, program_trial, relation_trial
 from audit.metamorphic import RELATIONS
-from audit.processes import one_thread
+from audit.processes import one_thread, pooled
 from audit.render.progress import Progress
 from audit.runner import default_workers
 from audit.scene import scene_of
-from faults import BLIND, CATALOGUE, EVERY, Fault
+from faults import EVERY, Fault, Scene
 from lumotree.backends.loader import load_backend
 from lumotree.contract import Contract
 
@@ -99,20 +97,26 @@ class Plan:
 
 
 class Cases:
-    """The cases of a family for a contract, with what they offer; made once."""
+    """The cases of a family for a contract, with what they offer; each is made once."""
 
     def __init__(self, specs: Iterable[CaseSpec], contract: Contract) -> None:
         self.specs = list(specs)
-        self.scenes = [scene_of(Case(s, contract)) for s in self.specs]
-        self._own: dict[tuple[str, str], str] = {}
+        self._contract = contract
+        self._scenes: dict[CaseSpec, Scene] = {}
+        self._own: dict[tuple[str, CaseSpec], str] = {}
 
     def reaching(self, fault: Fault) -> Iterator[CaseSpec]:
         """Cases that have what the fault needs, from the smallest on."""
-        return (spec for spec, scene in zip(self.specs, self.scenes, strict=True) if fault.reaches(scene))
+        return (spec for spec in self.specs if fault.reaches(self._scene(spec)))
+
+    def _scene(self, spec: CaseSpec) -> Scene:
+        if spec not in self._scenes:
+            self._scenes[spec] = scene_of(Case(spec, self._contract))
+        return self._scenes[spec]
 
     def own_failure(self, backend: Any, surface: str, spec: CaseSpec) -> str:
         """The check that the backend fails on a case without any fault, or ""; asked once."""
-        key = surface, spec.id
+        key = surface, spec  # ids of cases are the same for every seed
         if key not in self._own:
             self._own[key] = own_failure(backend, surface, spec)
         return self._own[key]
@@ -188,18 +192,10 @@ def _rate(backend: Any, fault: Fault, size: float | None, trials: int, seed: int
 
 def _heldout_case(fault: Fault, contract: Contract, seed: int) -> CaseSpec | None:
     """The smallest held-out case of a seed that reaches the fault."""
-    for spec in heldout_ladder(seed):
-        if fault.reaches(scene_of(Case(spec, contract))):
-            return spec
-    return None
+    return next(Cases(heldout_ladder(seed), contract).reaching(fault), None)
 
 
 _worker: tuple[Any, Cases, Plan] | None = None
-
-
-def every_fault() -> list[Fault]:
-    """The catalogue in its order, those written blind last."""
-    return [*CATALOGUE.values(), *BLIND.values()]
 
 
 def _start(plan: Plan) -> None:
@@ -221,7 +217,7 @@ def run_matrix(plan: Plan, only: Callable[[Fault], bool] = lambda fault: True, w
     Raises InputError when the backend cannot be loaded.
     """
     load_backend(plan.backend)
-    chosen = [fault.id for fault in every_fault() if only(fault)]
+    chosen = [fault.id for fault in EVERY.values() if only(fault)]
     count = default_workers("cpu") if workers is None else workers
     rows: dict[str, Row] = {}
     with Progress(len(chosen), "faults") as progress:
@@ -243,9 +239,8 @@ def _inline(plan: Plan, chosen: Sequence[str]) -> Iterator[Row]:
 
 
 def _pooled(plan: Plan, chosen: Sequence[str], workers: int) -> Iterator[Row]:
-    context = multiprocessing.get_context("spawn")  # see audit.runner
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_start, initargs=(plan,)) as pool:
-        # Faults with a knob take longest; one at the end would leave the other workers idle.
-        first = sorted(chosen, key=lambda fault: EVERY[fault].knob is None)
-        for future in as_completed([pool.submit(_work, fault) for fault in first]):
-            yield future.result()
+    # Faults with a knob take longest; one at the end would leave the other workers idle.
+    first = sorted(chosen, key=lambda fault: EVERY[fault].knob is None)
+    return pooled(
+        _work, [(fault,) for fault in first], workers, f"backend {plan.backend!r}", start=_start, args=(plan,)
+    )

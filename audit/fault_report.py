@@ -48,6 +48,7 @@ def to_report(rows: Sequence[Row], plan: Plan, command: str, seconds: float, pea
     checks = [c for group in _groups(rows).items() if (c := _check(*group))]
     surfaces = {r.surface for r in rows}
     coverage = {s: "covered" if s in surfaces else "not covered" for s in SURFACES}
+    facts = environment()
     verdict, reasons = decide(checks, [], coverage, controls_required=False)
     return Report(
         verdict=verdict,
@@ -55,7 +56,7 @@ def to_report(rows: Sequence[Row], plan: Plan, command: str, seconds: float, pea
         suite="faults, full" if plan.full else "faults",
         backend=plan.backend,
         contract=load_backend(plan.backend).contract.as_dict(),
-        environment=environment(),
+        environment=facts,
         envelope=None,
         coverage=coverage,
         checks=tuple(checks),
@@ -67,7 +68,7 @@ def to_report(rows: Sequence[Row], plan: Plan, command: str, seconds: float, pea
         peak_mib=peak,
         facts={"catalogue": [_fact(row) for row in rows]},
         matrix=tuple(records(rows)),
-        created=environment()["date"],
+        created=facts["date"],
     )
 
 

@@ -42,28 +42,18 @@ def coins_of(spec: CaseSpec) -> int:
     return int(sum(word * 1_000_003**i for i, word in enumerate(spec.entropy)) % 2**31)
 
 
-def alone(backend: Any, surface: str) -> Any:
+def alone(backend: Any, surface: str) -> Faulty:
     """The backend with one surface only, so that a trial costs no more than it has to."""
     others: dict[str, Any] = {method: None for s, methods in SURFACES.items() if s != surface for method in methods}
     return Faulty(backend, **others)
 
 
-def wrapped(backend: Any, fault: Fault, size: float | None = None) -> Any:
+def wrapped(backend: Any, fault: Fault, size: float | None = None) -> Faulty:
     """The wrong backend, with the fault's surface only; size: of its knob, None = the largest."""
-    wrap = fault.wrap if size is None or fault.knob is None else fault.knob.wrap(size)
-    faulty = wrap(backend)
-    return _Masked(faulty, alone(faulty, fault.surface))
-
-
-class _Masked:
-    """A faulty backend with its account of changes, seen through the mask of one surface."""
-
-    def __init__(self, faulty: Any, mask: Any) -> None:
-        self.changed: dict[str, int] = faulty.changed
-        self._mask = mask
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._mask, name)
+    faulty = fault.at(size)(backend)
+    masked = alone(faulty, fault.surface)
+    masked.changed = faulty.changed
+    return masked
 
 
 def component_trial(backend: Any, fault: Fault, spec: CaseSpec, size: float | None = None) -> Trial:

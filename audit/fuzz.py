@@ -34,7 +34,7 @@ from audit.report import Check, Control, Finding, Report, decide
 from audit.world import DIMS_NANO
 from faults import CATALOGUE, CONTROLS, Fault
 from lumotree.backends.loader import load_backend
-from lumotree.backends.protocol import SURFACES, covered_surfaces
+from lumotree.backends.protocol import SURFACES, complete_surfaces
 from lumotree.contract import Dims
 from lumotree.errors import InputError
 
@@ -130,7 +130,7 @@ def fuzz(options: FuzzOptions) -> FuzzRun:
     if unknown:
         raise InputError(f"--relation: expected one of {', '.join(RELATIONS)}, got {unknown[0]!r}")
     backend = load_backend(options.backend)
-    if not _surfaces(backend):
+    if not complete_surfaces(backend):
         raise InputError(f"backend {options.backend!r}: expected a surface with verify and publish, got none")
     database = _database(options)
     started = time.perf_counter()
@@ -147,10 +147,6 @@ def fuzz(options: FuzzOptions) -> FuzzRun:
     return FuzzRun(
         _report(options, backend, [*checks, *relations], controls, findings, started, programs), code, result.rate
     )
-
-
-def _surfaces(backend: Any) -> list[str]:
-    return [s for s, has in covered_surfaces(backend).items() if all(has)]
 
 
 def _database(options: FuzzOptions) -> ExampleDatabase:
@@ -186,8 +182,7 @@ def _programs(options: FuzzOptions, database: ExampleDatabase) -> Hunt:
 
 
 def _added(a: Ledger, b: Ledger) -> Ledger:
-    by = {name: a.by.get(name, 0) + b.by.get(name, 0) for name in {*a.by, *b.by}}
-    return Ledger(a.programs + b.programs, a.steps + b.steps, a.compared + b.compared, by=by)
+    return Ledger(a.programs + b.programs, a.steps + b.steps, by=a.by + b.by)
 
 
 def control_faults(surfaces: Sequence[str]) -> list[Fault]:
@@ -198,13 +193,12 @@ def control_faults(surfaces: Sequence[str]) -> list[Fault]:
 
 
 def _controls(options: FuzzOptions, backend: Any) -> list[Control]:
-    faults = [f for f in control_faults(_surfaces(backend)) if f.fits(backend)]
+    faults = [f for f in control_faults(complete_surfaces(backend)) if f.fits(backend)]
     found = []
     with Progress(len(faults), "controls") as progress:
         for fault in faults:
             control = inject(fault, options.backend, SHAPES[options.shape], options.seed)
-            # A contract without branches cannot be given what a fault of branches needs.
-            if control is not None and (control.detected or backend.contract.trees or control.cases):
+            if control is not None:
                 found.append(control)
             progress.advance(note=fault.id)
     return found
@@ -224,10 +218,10 @@ def inject(fault: Fault, spec: str, dims: Dims, number: int) -> Control | None:
 def _program_checks(result: Hunt, backend: Any) -> list[Check]:
     """One check a surface, one for stray writes and refusals."""
     checks = []
-    for surface in _surfaces(backend):
+    for surface in complete_surfaces(backend):
         rung = "bitwise" if backend.contract.claim(surface) == "bitwise" else "derived"
         title = "programs = sequential decoding" if rung == "bitwise" else "programs within bounds"
-        checks.append(_check(f"{surface}.programs", title, surface, rung, result.ledger.by.get(surface, 0), result))
+        checks.append(_check(f"{surface}.programs", title, surface, rung, result.ledger.by[surface], result))
     steps = result.ledger.steps
     checks.append(_check("stray.programs", "nothing else written", "all", "bitwise", steps, result))
     checks.append(_check("refused.programs", "legal steps accepted", "all", "protocol", steps, result))
@@ -285,8 +279,8 @@ def _report(
     started: float,
     what: str,
 ) -> Report:
-    covered = covered_surfaces(backend)
-    coverage = {s: "covered" if all(covered[s]) else "not covered" for s in SURFACES}
+    covered = complete_surfaces(backend)
+    coverage = {s: "covered" if s in covered else "not covered" for s in SURFACES}
     verdict, reasons = decide(checks, controls, coverage, controls_required=not options.relations)
     facts = environment()
     return Report(

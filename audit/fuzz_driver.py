@@ -106,12 +106,9 @@ class Driver:
         """Free the request's slot and pages, poison in both."""
         self._settle()
         self._count()
-        request = self.engine.requests[key]
-        self.engine.finish(key)
-        used = {page for r in self.engine.requests.values() for page in r.pages}
-        size = self.world.page_size
-        freed = [page * size + o for page in request.pages if page not in used for o in range(size)]
-        self.want.mirror(request.slot, torch.tensor(freed, dtype=torch.int64))
+        slot = self.engine.requests[key].slot
+        freed = self.engine.finish(key)
+        self.want.mirror(slot, torch.tensor(freed, dtype=torch.int64))
 
     def move(self, key: Key) -> None:
         """Export a request, free its slot, and import it into another one, as a state transfer does."""

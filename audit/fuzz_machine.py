@@ -6,6 +6,7 @@ chains and first rows.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -43,11 +44,15 @@ class Ledger:
 
     programs: int = 0
     steps: int = 0
-    compared: int = 0
     failed: Program | None = None
     first_failure: int | None = None
     changed: bool = False
-    by: dict[str, int] = field(default_factory=dict)
+    by: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def compared(self) -> int:
+        """Comparisons, of all surfaces."""
+        return self.by.total()
 
 
 def tree_of(shape: Sequence[int], room: int) -> tuple[list[int], list[int]]:
@@ -287,9 +292,7 @@ class Programs(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Add up."""
         if hasattr(self, "driver"):
-            self.ledger.compared += self.driver.judge.compared
-            for surface, count in self.driver.judge.by.items():
-                self.ledger.by[surface] = self.ledger.by.get(surface, 0) + count
+            self.ledger.by.update(self.driver.judge.by)
         self.ledger.changed |= bool(getattr(self.backend, "changed", None))
 
 

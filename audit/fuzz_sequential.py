@@ -15,7 +15,7 @@ from audit.engine import Engine, Request
 from audit.guard import poison_
 from audit.play import Actor
 from audit.world import Past, with_rows
-from lumotree.backends.batch import build_batch, flat_slots
+from lumotree.backends.batch import build_batch
 from lumotree.backends.protocol import Batch, StepOps, StepOut
 from lumotree.state import KVCache, Pools, canonical_state
 from lumotree.tree import Tree
@@ -67,8 +67,7 @@ class Sequential:
 
     def where(self, request: Request, start: int, end: int) -> Tensor:
         """Flat slots of positions start..end-1."""
-        table = torch.tensor([request.pages], device=self.engine.device)
-        return flat_slots(table, self.engine.world.page_size, 0, range(start, end))
+        return self.engine.flat(request, range(start, end))
 
     def walk(self, request: Request, actor: Actor) -> dict[int, Left]:
         """Active row -> what decoding its path leaves. Raises AssertionError naming what a step wrote elsewhere."""

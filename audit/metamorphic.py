@@ -19,7 +19,7 @@ from audit.guard import Snapshot
 from audit.play import Actor, Comparison, Played, changed_rows, outputs, picked, play, scaled
 from audit.report import Finding
 from audit.world import DIMS_NANO, Draws, Past, World, joined
-from lumotree.backends.protocol import GdnOps, StepOps, covered_surfaces
+from lumotree.backends.protocol import GdnOps, StepOps, complete_surfaces
 from lumotree.contract import Contract, Dims
 from lumotree.errors import InputError
 from lumotree.reference.oracle import gdn_oracle, published
@@ -47,7 +47,7 @@ class Relation:
             return "the contract takes no trees"
         if backend.contract.max_rows < ROWS:
             return f"the contract takes {backend.contract.max_rows} rows, the relation needs {ROWS}"
-        if not set(self.surfaces) & set(_surfaces(backend)):
+        if not set(self.surfaces) & set(complete_surfaces(backend)):
             return f"the backend has none of {', '.join(self.surfaces)}"
         if self.name == "layouts" and _twin(backend) is None:
             return "the backend cannot be made with the other state layout"
@@ -62,7 +62,7 @@ class Relation:
         """
         if reason := self.why_not(backend):
             raise InputError(f"relation {self.name}: {reason}")
-        covered = [s for s in _surfaces(backend) if s in self.surfaces]
+        covered = [s for s in complete_surfaces(backend) if s in self.surfaces]
         command = f"lumotree-audit fuzz --backend {name} --relation {self.name} --seed {seed}"
         seen = Comparison(self.name, backend.contract, covered, f"relation/{self.name}/{seed}", command)
         self.body(backend, seed, World(dims, seed, rows=2 * ROWS), seen)
@@ -71,10 +71,6 @@ class Relation:
 
 #: Rows of one request in a scene, at most; chains stay longer than the convolution is wide.
 ROWS = 6
-
-
-def _surfaces(backend: Any) -> list[str]:
-    return [s for s, has in covered_surfaces(backend).items() if all(has)]
 
 
 def _rng(seed: int, stream: int) -> np.random.Generator:

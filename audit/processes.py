@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
+
+from lumotree.errors import BackendError
+
+R = TypeVar("R")
 
 
 @contextmanager
@@ -20,6 +28,37 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+def pooled(
+    work: Callable[..., R],
+    jobs: Sequence[tuple[Any, ...]],
+    workers: int,
+    what: str,
+    *,
+    start: Callable[..., object] = torch.set_num_threads,
+    args: tuple[Any, ...] = (1,),
+    in_order: bool = False,
+) -> Iterator[R]:
+    """`work(*job)` of every job from worker processes, as they are done, or `in_order` of the jobs.
+
+    start, args: what each worker does first. what: the work, in the message. Raises BackendError when a worker dies;
+    then, or when the caller stops, jobs that have not begun are dropped.
+    """
+    # spawn: a forked child of a process that has used torch's thread pool can hang.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=start, initargs=args) as pool:
+        futures = [pool.submit(work, *job) for job in jobs]
+        try:
+            for future in futures if in_order else as_completed(futures):
+                yield future.result()
+        except BrokenProcessPool as died:
+            raise BackendError(
+                f"{what}: a worker process died (out of memory, or a crash in the kernel). "
+                "Run in this process to see where: add --workers 0"
+            ) from died
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def peak_mib(workers: int = 2) -> float:

@@ -80,8 +80,7 @@ class Slab:
         owner = "the start"
         for part in self.parts.values():
             inside = (at >= part.start) & (at < part.start + part.size)
-            before = at < part.start
-            if (before & (at >= 0)).any():
+            if (at < part.start).any():
                 found.append(f"guard behind {owner}")
             if inside.any():
                 found.append(part.name)

@@ -26,8 +26,9 @@ _MODULES = (topology, paths, publication, batch, slots, stored, outputs, keys, n
 #: Every fault of the component, by id. Those of samplers are in `faults.sampler`.
 CATALOGUE: dict[str, Fault] = by_id(*(m.FAULTS for m in _MODULES))
 
-#: The same and, behind them, those written blind, whose detection is reported apart.
-EVERY: ChainMap[str, Fault] = ChainMap(CATALOGUE, BLIND)
+#: The same and, behind them, those written blind, whose detection is reported apart. (A ChainMap goes through its
+#: last map first.)
+EVERY: ChainMap[str, Fault] = ChainMap(BLIND, CATALOGUE)
 
 _CONTROLS = ("wrong_parent", "sibling_published", "swapped_rings", "stale_metadata", "poisoned_inactive")
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from faults.catalogue import Fault, Knob, Wrap
-from faults.keys import moved
+from faults.keys import moved, row_numbers
 from faults.paths import Paths, changed, paths_of
 from faults.slots import live_slots
 from faults.stored import stored_as
@@ -68,7 +68,7 @@ def _global_rows(inner: Any) -> Faulty:
 
     def verify(ops: Any, pool: Tensor, batch: Batch, ws: Any, out: Tensor, layer: int) -> None:
         inner.gdn_verify(ops, pool, batch, ws, out, layer)
-        local = torch.arange(batch.rows, device=batch.parent.device) - batch.cu_rows[batch.row_request.long()]
+        local = row_numbers(batch)
         wrong = replace(ops, **{k: v if k in SHARED_OPERANDS else v[local].contiguous() for k, v in vars(ops).items()})
         faulty.note("gdn_verify.recorded", ops, wrong)
         inner.gdn_verify(wrong, pool, batch, ws, torch.empty_like(out), layer)
@@ -78,7 +78,7 @@ def _global_rows(inner: Any) -> Faulty:
 
 
 def _global_sources(batch: Batch) -> Batch:
-    local = torch.arange(batch.rows, device=batch.parent.device) - batch.cu_rows[batch.row_request.long()]
+    local = row_numbers(batch)
     return replace(batch, row_slot=batch.row_slot[local])
 
 

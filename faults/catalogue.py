@@ -64,6 +64,10 @@ class Fault:
         parts = [f"defect classes {', '.join(self.classes)}" if self.classes else "", self.section]
         return "; ".join(p for p in parts if p)
 
+    def at(self, size: float | None) -> Wrap:
+        """The wrapper at a size of the knob; None = the largest, as for a fault without a knob."""
+        return self.wrap if size is None or self.knob is None else self.knob.wrap(size)
+
     def reaches(self, scene: Scene) -> bool:
         """Whether a case has what the fault needs to change anything."""
         return all(NEEDS[name].holds(scene) for name in self.needs)

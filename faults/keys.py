@@ -28,7 +28,8 @@ def _prefix_of_rows(b: Batch) -> Tensor:
     return b.prefix_len[b.row_request.long()]
 
 
-def _row_numbers(b: Batch) -> Tensor:
+def row_numbers(b: Batch) -> Tensor:
+    """The number of each row within its request, [T]."""
     return torch.arange(b.rows, device=b.position.device) - b.cu_rows[b.row_request.long()]
 
 
@@ -164,7 +165,7 @@ def moved(moves: Moves, *, keys: bool = True, values: bool = True, one_by_one: b
 
 _BATCH: dict[str, tuple[str, tuple[str, ...], tuple[str, ...], Meta]] = {
     "position_is_row": ("a row's position is its number in the buffer, not its depth", ("H1", "DF7", "DF13"),
-                        ("branch",), _position(lambda b: _prefix_of_rows(b) + _row_numbers(b))),
+                        ("branch",), _position(lambda b: _prefix_of_rows(b) + row_numbers(b))),
     "position_is_prefix": ("every row stands at the position of the root", ("G1", "I3"), ("depth>=1",),
                            _position(_prefix_of_rows)),
     "position_is_depth": ("positions start at 0 behind every prefix", ("I1", "G6"), ("prefix",),

@@ -172,11 +172,11 @@ def on_publish(
             told = (("batch", given, b), ("accepted", accepted_, a), ("layers", list(layers_), list(chosen)))
             for name, x, y in told:
                 faulty.note(f"{publish}.{name}", x, y)
-            before = copied(pool)
+            before = copied(pool) if after else None
             for again in range(times):
-                left = copied(pool)
+                left = copied(pool) if again else None
                 getattr(inner, publish)(pool, b, a, ws, chosen)
-                if again or not times:
+                if again:
                     faulty.note(f"{publish}.again", left, pool)
             if not times:
                 faulty.note(f"{publish}.missing", torch.zeros_like(accepted_.length), accepted_.length)

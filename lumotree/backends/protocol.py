@@ -221,6 +221,11 @@ def covered_surfaces(backend: Any) -> dict[str, tuple[bool, bool]]:
     }
 
 
+def complete_surfaces(backend: Any) -> list[str]:
+    """Surfaces that a backend both verifies and publishes, in the order of SURFACES."""
+    return [s for s, has in covered_surfaces(backend).items() if all(has)]
+
+
 __all__ = [
     "SHARED_OPERANDS",
     "SURFACES",
@@ -240,5 +245,6 @@ __all__ = [
     "StepOps",
     "StepOut",
     "Workspace",
+    "complete_surfaces",
     "covered_surfaces",
 ]

@@ -515,7 +515,7 @@ def test_a_program_out_of_turn_is_refused(steps: list[Any], message: str) -> Non
 
 
 def test_a_backend_without_a_whole_surface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fuzzing, "_surfaces", lambda backend: [])
+    monkeypatch.setattr(fuzzing, "complete_surfaces", lambda backend: [])
     with pytest.raises(InputError, match="expected a surface with verify and publish, got none"):
         fuzz(FuzzOptions())
 
