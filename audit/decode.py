@@ -31,7 +31,7 @@ from audit.decode_setup import (
 )
 from audit.decode_stats import BENCH_TOKENS, CycleCost, ModeStats, bench_cycles, stats_of
 from audit.decode_tasks import Bench, Broken, ControlTask, LocateTask, ModeTask, PlainTask, ReplayTask, Task, bench
-from audit.decode_types import LAWS, MODES, ModeRun, Options, Truth
+from audit.decode_types import LAWS, MODES, ModeRun, Options, Truth, merged_runs, merged_truths, shares
 from audit.environment import environment_on
 from audit.processes import peak_mib
 from audit.render.progress import Progress
@@ -80,8 +80,8 @@ def run_decode(options: Options) -> Run:
         _check_requests(options, stack, mode)
     found = Found()
     with bench(options, stack) as machine:
-        first = _first_tasks(options)
-        replays = min(machine.width, options.runs * len(options.modes)) if "sampled" in options.laws else 0
+        first = _first_tasks(options, len(prompts), machine.width)
+        replays = _replay_count(options, len(prompts), machine.width)
         with Progress(len(first) + replays, "decode") as progress:
             results = []
             for task, result in machine.run(first):
@@ -107,36 +107,54 @@ def _check_requests(options: Options, stack: Stack, mode: str) -> None:
         decoder.check(request)
 
 
-def _first_tasks(options: Options) -> list[Task]:
+def _first_tasks(options: Options, requests: int, width: int) -> list[Task]:
     """Longest first."""
     wide = WIDE if WIDE in options.modes else options.modes[-1]
+    parts = shares(options, requests, width)
     tasks: list[Task] = []
     if "greedy" in options.laws:
-        tasks.append(PlainTask())
+        tasks += [PlainTask(share) for share in parts]
     if options.controls:
         tasks.append(ControlTask(tuple(DECODING)))
     order = ("budget", "hydra27", "mtp5", "suffix", "plain")
     for run in range(options.runs):
         for law in options.laws:
-            tasks += [ModeTask(mode, law, run) for mode in order if mode in options.modes]
+            named = [mode for mode in order if mode in options.modes]
+            tasks += [ModeTask(mode, law, run, share=share) for mode in named for share in parts]
     tasks += [ModeTask(wide, law, 0, turned=True) for law in options.laws]
     return tasks
 
 
+def _replay_count(options: Options, requests: int, width: int) -> int:
+    """Pieces in which plain decoding follows the sampled runs: as many as workers, or one a run and share."""
+    if "sampled" not in options.laws:
+        return 0
+    runs, parts = options.runs * len(options.modes), len(shares(options, requests, width))
+    return min(width, runs) if parts == 1 else runs * parts
+
+
 def _sort(found: Found, results: Sequence[tuple[Task, object]]) -> None:
     turned: list[ModeRun] = []
+    truths: list[Truth] = []
+    pieces: dict[tuple[str, str, int], list[ModeRun]] = {}
     for task, result in results:
         if isinstance(result, Broken):
             found.broken.append((task.label, result.reason))
         elif isinstance(task, PlainTask):
             assert isinstance(result, Truth)
-            found.plain = result
+            truths.append(result)
         elif isinstance(task, ControlTask):
             assert isinstance(result, Controls)
             found.controls = result
         elif isinstance(task, ModeTask):
             assert isinstance(result, ModeRun)
-            (turned if task.turned else found.runs).append(result)
+            if task.turned:
+                turned.append(result)
+            else:
+                pieces.setdefault((task.mode, task.law, task.run), []).append(result)
+    found.runs = [merged_runs(parts) for parts in pieces.values()]
+    if truths and len(truths) == sum(isinstance(task, PlainTask) for task, _ in results):
+        found.plain = merged_truths(truths)
     found.broken += [(run.name, run.stopped) for run in found.runs if run.stopped]
     # What such a run emitted before it ended may well be right: that it ended is the finding.
     found.broken += [(f"{run.name} in another batch", run.stopped) for run in turned if run.stopped]
@@ -164,7 +182,11 @@ def _judge_greedy(found: Found, truth: Truth) -> Verdict:
 def _judge_sampled(found: Found, machine: Bench, parts: int, progress: Progress) -> Verdict:
     verdict = Verdict.empty()
     sampled = [run for run in found.runs if run.law == "sampled"]
-    tasks = [ReplayTask(tuple(sampled[i::parts])) for i in range(parts)]
+    split = shares(machine.options, len(prompts_of(machine.options)), machine.width)
+    if len(split) > 1:
+        tasks = [ReplayTask((run.only(share),)) for run in sampled for share in split]
+    else:
+        tasks = [ReplayTask(tuple(sampled[i::parts])) for i in range(parts)]
     for task, truths in machine.run([t for t in tasks if t.runs]):
         assert isinstance(task, ReplayTask)
         progress.advance(note=task.label)

@@ -15,7 +15,7 @@ import torch
 from audit.decode_controls import Controls, run_controls
 from audit.decode_run import run_mode, run_plain, truth_of
 from audit.decode_setup import capacity_for, open_stack, poisoned, requests_of
-from audit.decode_types import ModeRun, Options, Truth
+from audit.decode_types import WHOLE, ModeRun, Options, Share, Truth
 from audit.processes import one_thread
 from audit.runner import default_workers
 from lumotree.cycle_types import Stack
@@ -42,10 +42,11 @@ class Task(Protocol):
 class PlainTask:
     """Plain greedy decoding; digests at every m, or at the end alone."""
 
+    share: Share = WHOLE
     label: str = "plain decoding"
 
     def __call__(self, options: Options, stack: Stack) -> Truth:
-        requests = requests_of(options, "plain", "greedy", 0)
+        requests = [r for r in requests_of(options, "plain", "greedy", 0) if self.share.has(r.number)]
         return truth_of(stack, requests, every=options.every)
 
 
@@ -57,13 +58,14 @@ class ModeTask:
     law: str
     run: int
     turned: bool = False
+    share: Share = WHOLE
 
     @property
     def label(self) -> str:
         return f"{self.mode} {self.law}{' in another batch' if self.turned else ''}"
 
     def __call__(self, options: Options, stack: Stack) -> ModeRun:
-        requests = requests_of(options, self.mode, self.law, self.run)
+        requests = [r for r in requests_of(options, self.mode, self.law, self.run) if self.share.has(r.number)]
         batch = min(options.batch, len(requests))
         if self.turned:
             requests = requests[:TURNED][::-1]

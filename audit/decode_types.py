@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -88,6 +88,12 @@ class ModeRun:
         """What a reader calls it."""
         return f"{self.mode} {self.law}"
 
+    def only(self, share: Share) -> ModeRun:
+        """What it left of the requests of a share; forwards and seconds stay those of the whole."""
+        outputs, ends, paths = ({n: of[n] for n in of if share.has(n)} for of in (self.outputs, self.ends, self.paths))
+        marks = tuple(mark for mark in self.marks if share.has(mark.number))
+        return replace(self, outputs=outputs, ends=ends, paths=paths, marks=marks)
+
 
 @dataclass(frozen=True)
 class Truth:
@@ -97,6 +103,62 @@ class Truth:
     digests: Mapping[int, Mapping[int, Digests]]
     forwards: int = 0
     seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Share:
+    """Every `of`-th request, from number `first` on: what one worker decodes of a long run."""
+
+    first: int = 0
+    of: int = 1
+
+    def has(self, number: int) -> bool:
+        """Whether a request is in it."""
+        return number % self.of == self.first
+
+
+WHOLE = Share()
+
+
+def shares(options: Options, requests: int, workers: int) -> list[Share]:
+    """One for each batch of requests where workers share the run, else all requests in one."""
+    parts = -(-requests // options.batch) if workers > 1 else 1
+    return [Share(first, parts) for first in range(parts)]
+
+
+def merged_runs(runs: Sequence[ModeRun]) -> ModeRun:
+    """The shares of one run as one: forwards and seconds are summed, as though one worker had done them in turn."""
+    if len(runs) == 1:
+        return runs[0]
+    outputs, ends, paths = (
+        {n: of[n] for n in sorted(of)}
+        for of in (
+            {n: v for run in runs for n, v in getattr(run, name).items()} for name in ("outputs", "ends", "paths")
+        )
+    )
+    return replace(
+        runs[0],
+        outputs=outputs,
+        ends=ends,
+        paths=paths,
+        marks=tuple(mark for run in runs for mark in run.marks),
+        forwards=sum(run.forwards for run in runs),
+        seconds=sum(run.seconds for run in runs),
+        decode_seconds=sum(run.decode_seconds for run in runs),
+        decode_tokens=sum(run.decode_tokens for run in runs),
+        verify=tuple(pair for run in runs for pair in run.verify),
+        stopped=next((run.stopped for run in runs if run.stopped), ""),
+    )
+
+
+def merged_truths(truths: Sequence[Truth]) -> Truth:
+    """The shares of plain decoding as one; forwards and seconds are summed."""
+    return Truth(
+        {n: output for truth in truths for n, output in truth.outputs.items()},
+        {n: digests for truth in truths for n, digests in truth.digests.items()},
+        sum(truth.forwards for truth in truths),
+        sum(truth.seconds for truth in truths),
+    )
 
 
 def digests_of(surfaces: Surfaces, *, signed_zeros: bool) -> dict[Key, bytes]:

@@ -231,6 +231,35 @@ def test_worker_processes_find_what_one_process_finds(small):
     ]
 
 
+def test_workers_share_the_requests_of_a_long_run(small):
+    few = replace(small, modes=("plain", "mtp5"), controls=False, tokens=5, batch=1)
+    here, there = (run_decode(replace(few, workers=n)) for n in (0, 2))
+    assert len(here.runs[0].outputs) > 1
+    assert [dict(r.outputs) for r in here.runs] == [dict(r.outputs) for r in there.runs]
+    assert [dict(r.paths) for r in here.runs] == [dict(r.paths) for r in there.runs]
+    assert [r.forwards for r in here.runs] == [r.forwards for r in there.runs]
+    assert [(c.id, c.cells, c.bitwise_cells, c.status) for c in here.report.checks] == [
+        (c.id, c.cells, c.bitwise_cells, c.status) for c in there.report.checks
+    ]
+
+
+def test_a_departure_in_any_share_of_a_long_run_is_found(small, backend_file):
+    name = backend_file("""
+        from lumotree.backends.torch_backend import TorchBackend
+
+        class Late(TorchBackend):
+            def gdn_publish(self, pool, *args):
+                super().gdn_publish(pool, *args)
+                pool.mul_(1.5)
+
+        make = Late
+    """)
+    few = replace(small, backend=name, modes=("mtp5",), controls=False, tokens=5, batch=1, workers=2)
+    run = run_decode(few)
+    assert run.report.exit_code == 1
+    assert {f.request for f in run.report.findings if f.check == "greedy_R"} == set(run.runs[0].outputs)
+
+
 def test_surfaces_may_be_served_by_different_backends(small):
     mixed = "gdn=reference,conv=torch,attention=reference"
     run = run_decode(replace(small, backend=mixed, modes=("hydra27",), laws=("greedy",), controls=False, tokens=6))
