@@ -22,6 +22,7 @@ BUILTIN: dict[str, str] = {
     "torch": "lumotree.backends.torch_backend:TorchBackend",
     "triton": "lumotree.backends.triton_backend:TritonBackend",
     "cuda": "lumotree.backends.cuda_backend:CudaBackend",
+    "triton_fused": "lumotree.backends.fused_backend:FusedBackend",
     "reference": "lumotree.backends.reference:ReferenceBackend",
     "bank": "lumotree.backends.bank:BankBackend",
     "split_k": "lumotree.backends.variants:SplitKBackend",

@@ -13,23 +13,18 @@ from lumotree.verifier.kernels import launch
 from lumotree.verifier.kernels.bits import bf16_to_f32, f32_to_bf16, sigmoid
 
 
-@triton.jit(do_not_specialize=("layer", "slots", "rec_rows", "record"))
-def conv_rows(
-    x, weight, pool, out, recorded, parent, active, row_request, cu_rows, state_slot,
-    layer, slots, rec_rows, record,
-    D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr,
+@triton.jit
+def convolved(
+    x, weight, history, parent, row, base, channel, ok, D: tl.constexpr, W: tl.constexpr, PACKED: tl.constexpr
 ):  # fmt: skip
-    """Program (row, channel block). The row's input is recorded for publication when `record` is set."""
-    row = tl.program_id(0)
-    channel = tl.program_id(1) * BD + tl.arange(0, BD)
-    ok = channel < D
-    request = tl.load(row_request + row)
-    slot = tl.load(state_slot + request)
-    if (tl.load(active + row) == 0) | (slot < 0):
-        return
-    base = tl.load(cu_rows + request)
-    history = pool + (layer * slots + slot).to(tl.int64) * (D * (W - 1)) + channel * (W - 1)
-    acc = tl.zeros([BD], tl.float32)
+    """Bits of the activated sum over a row's taps, oldest first, and of its own input, for a block of channels.
+
+    history: the request's `[D, W - 1]`; base: its first row. PACKED: one word of `weight` holds a channel's taps.
+    """
+    acc = tl.zeros(channel.shape, tl.float32)
+    bits = tl.zeros(channel.shape, tl.int16)
+    if PACKED:
+        words = tl.load(weight + channel, mask=ok, other=0)
     for tap in tl.static_range(W):
         at = row
         beyond = 0  # steps past the root, into the history
@@ -40,17 +35,62 @@ def conv_rows(
         in_tree = beyond == 0
         bits = tl.load(x + at.to(tl.int64) * D + channel, mask=ok & in_tree, other=0)
         # In a branch that is not taken the offset could be negative, so it is masked twice.
-        old = tl.load(history + tl.where(in_tree, 0, W - 1 - beyond), mask=ok & (beyond > 0), other=0)
+        place = channel * (W - 1) + tl.where(in_tree, 0, W - 1 - beyond)
+        old = tl.load(history + place, mask=ok & (beyond > 0), other=0)
         taken = bf16_to_f32(tl.where(in_tree, bits, old))
-        term = bf16_to_f32(tl.load(weight + channel * W + tap, mask=ok, other=0)) * taken
+        loose = weight + channel * W + tap
+        factor = (words >> (16 * tap)).to(tl.int16) if PACKED else tl.load(loose, mask=ok, other=0)
+        term = bf16_to_f32(factor) * taken
         if tap == 0:
             acc = term  # 0 + (-0) would lose the sign
         else:
             acc += term
-        if tap == W - 1:
-            to = recorded + (layer.to(tl.int64) * rec_rows + row) * D + channel
-            tl.store(to, bits, mask=ok & (record != 0))
-    tl.store(out + row.to(tl.int64) * D + channel, f32_to_bf16(acc * sigmoid(acc)), mask=ok)
+    return f32_to_bf16(acc * sigmoid(acc)), bits
+
+
+@triton.jit
+def shift_history(
+    home, inputs, accepted_rows, count, channel, ok, native, D: tl.constexpr, W: tl.constexpr, BW: tl.constexpr
+):  # fmt: skip
+    """The last W - 1 of a `[D, W - 1]` history followed by `count` inputs, in place, where `ok`.
+
+    inputs: the request's first row; accepted_rows: numbers of the rows taken, or, when native, its row 0.
+    """
+    place = tl.arange(0, BW)
+    within = ok[:, None] & (place < W - 1)[None, :]
+    taken = place + count  # index into history followed by accepted inputs
+    from_input = taken >= W - 1
+    listed = from_input & (place < W - 1) & (native == 0)
+    rows = tl.load(accepted_rows + taken - (W - 1), mask=listed, other=0).to(tl.int64)
+    old = tl.load(home + channel[:, None] * (W - 1) + taken[None, :], mask=within & ~from_input[None, :], other=0)
+    new = tl.load(inputs + rows[None, :] * D + channel[:, None], mask=within & from_input[None, :], other=0)
+    # The history shifts within itself: every thread must have read before any writes.
+    tl.debug_barrier()
+    shifted = tl.where(from_input[None, :], new, old)
+    tl.store(home + channel[:, None] * (W - 1) + place[None, :], shifted, mask=within)
+
+
+@triton.jit(do_not_specialize=("layer", "slots", "rec_rows", "record"))
+def conv_rows(
+    x, weight, pool, out, recorded, parent, active, row_request, cu_rows, state_slot,
+    layer, slots, rec_rows, record,
+    D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """Program (row, channel block). The row's input is recorded for publication when `record` is set."""
+    row = tl.program_id(0)
+    channel = tl.program_id(1) * BD + tl.arange(0, BD)
+    ok = channel < D
+    request = tl.load(row_request + row)
+    slot = tl.load(state_slot + request)
+    if (tl.load(active + row) == 0) | (slot < 0):
+        return
+    history = pool + (layer * slots + slot).to(tl.int64) * (D * (W - 1))
+    activated, bits = convolved(
+        x, weight, history, parent, row, tl.load(cu_rows + request), channel, ok, D, W, PACKED
+    )  # fmt: skip
+    to = recorded + (layer.to(tl.int64) * rec_rows + row) * D + channel
+    tl.store(to, bits, mask=ok & (record != 0))
+    tl.store(out + row.to(tl.int64) * D + channel, activated, mask=ok)
 
 
 @triton.jit(do_not_specialize=("first_layer", "slots", "rec_rows", "width", "native"))
@@ -75,24 +115,25 @@ def conv_history(
         count = tl.load(accepted_length + request)
     if (slot < 0) | (count <= 0):
         return
-    place = tl.arange(0, BW)
-    ok = (channel < D)[:, None] & (place < W - 1)[None, :]
-    taken = place + count  # index into history followed by accepted inputs
-    from_input = taken >= W - 1
-    local = tl.load(
-        accepted_rows + request * width + taken - (W - 1), mask=from_input & (place < W - 1) & (native == 0), other=0
-    )
-    rows = (layer * (1 - native)).to(tl.int64) * rec_rows + base + local
     home = pool + (layer * slots + slot).to(tl.int64) * (D * (W - 1))
-    old = tl.load(home + channel[:, None] * (W - 1) + taken[None, :], mask=ok & ~from_input[None, :], other=0)
-    new = tl.load(inputs + rows[None, :] * D + channel[:, None], mask=ok & from_input[None, :], other=0)
-    # The history shifts within itself: every thread must have read before any writes.
-    tl.debug_barrier()
-    shifted = tl.where(from_input[None, :], new, old)
-    tl.store(home + channel[:, None] * (W - 1) + place[None, :], shifted, mask=ok)
+    first = inputs + ((layer * (1 - native)).to(tl.int64) * rec_rows + base) * D
+    shift_history(home, first, accepted_rows + request * width, count, channel, channel < D, native, D, W, BW)
 
 
-def _check(pool: Tensor, layers: Sequence[int]) -> None:
+def tap_words(weight: Tensor) -> tuple[Tensor, bool]:
+    """The taps as the kernels take them, no copy: one word a channel where a channel's taps make one, else int16.
+
+    Taps of neighbouring channels lie W apart, so that loading one tap of many channels fetches all taps of each.
+    """
+    width = weight.shape[1]
+    words = {2: torch.int32, 4: torch.int64}
+    if width in words and weight.data_ptr() % (2 * width) == 0 and weight.storage_offset() % width == 0:
+        return weight.view(words[width]), True
+    return launch.as_bits(weight), False
+
+
+def check_pool(pool: Tensor, layers: Sequence[int]) -> None:
+    """Raise ContractError or BackendError when a pool of histories does not fit the kernels or lacks a layer."""
     launch.check_device(pool)
     launch.check_tensors("conv", torch.bfloat16, [("pool", pool)])
     launch.check_layers("conv", layers, pool.shape[0])
@@ -100,7 +141,7 @@ def _check(pool: Tensor, layers: Sequence[int]) -> None:
 
 
 def _rows(ops: ConvOps, pool: Tensor, batch: Batch, recorded: Tensor, out: Tensor, layer: int, record: bool) -> None:
-    _check(pool, [layer])
+    check_pool(pool, [layer])
     launch.check_tensors("conv", torch.bfloat16, [("x", ops.x), ("weight", ops.weight), ("out", out)])
     channels, width = pool.shape[2], pool.shape[3] + 1
     launch.check_shape("conv", "weight", ops.weight, (channels, width))
@@ -110,11 +151,12 @@ def _rows(ops: ConvOps, pool: Tensor, batch: Batch, recorded: Tensor, out: Tenso
         return
     bits = launch.as_bits
     block = launch.channel_block(channels)
+    words, packed = tap_words(ops.weight)
     conv_rows[(batch.rows, -(-channels // block))](
-        bits(ops.x), bits(ops.weight), bits(pool), bits(out), bits(recorded), batch.parent, bits(batch.active),
+        bits(ops.x), words, bits(pool), bits(out), bits(recorded), batch.parent, bits(batch.active),
         batch.row_request, batch.cu_rows, batch.state_slot,
         layer, pool.shape[1], recorded.shape[-2], int(record),
-        D=channels, W=width, BD=block, num_warps=launch.ELEMENTWISE_WARPS, enable_fp_fusion=False,
+        D=channels, W=width, BD=block, PACKED=packed, num_warps=launch.ELEMENTWISE_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -144,7 +186,7 @@ def verify(ops: ConvOps, pool: Tensor, batch: Batch, recorded: Tensor, out: Tens
 
 def publish(pool: Tensor, batch: Batch, accepted: Accepted, recorded: Tensor, layers: Sequence[int]) -> None:
     """Shift the accepted inputs into the live slots' histories."""
-    _check(pool, layers)
+    check_pool(pool, layers)
     launch.check_layers("conv workspace", layers, recorded.shape[0])
     _history(pool, recorded, batch, accepted.rows, accepted.length, layers, native=False)
 
