@@ -128,20 +128,10 @@ class Timed:
         times: tuple[list[float], list[float]] = ([], [])
         for turn in range(repeat + _WARMUPS):
             for work, into in zip((verify, publish), times, strict=True):
-                milliseconds = self._milliseconds(work)
+                milliseconds = _milliseconds(work, self.device)
                 if turn >= min(_WARMUPS, repeat):
                     into.append(milliseconds)
         return Clock.of(times[0]), Clock.of(times[1])
-
-    def _milliseconds(self, work: Callable[[], object]) -> float:
-        if not on_gpu(self.device):
-            return 1e3 * _seconds(work, self.device)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        work()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end))
 
     def named_bytes(self) -> dict[str, int]:
         """Bytes of every tensor of the workspace, largest first."""
@@ -161,6 +151,27 @@ class Timed:
             Work(d.layers * (4 * live * state + active * read), 7 * active * cell),
             Work(d.layers * (8 * live * state + taken * row), 5 * taken * cell),
         )
+
+
+def clock(work: Callable[[], object], device: str, repeat: int, *, graph: bool) -> Clock:
+    """Times of one call, made once before; graph: as replays of a captured graph, on a GPU."""
+    work()
+    if graph and on_gpu(device):
+        work = _captured(work)
+    for _ in range(min(_WARMUPS, repeat)):
+        work()
+    return Clock.of([_milliseconds(work, device) for _ in range(repeat)])
+
+
+def _milliseconds(work: Callable[[], object], device: str) -> float:
+    if not on_gpu(device):
+        return 1e3 * _seconds(work, device)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end))
 
 
 def _captured(work: Callable[[], object]) -> Callable[[], object]:
