@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from scipy import stats
 
 from audit.cases import Case, CaseSpec
 from audit.fault_cases import heldout_ladder, ladder
+from audit.fault_effect import same_with_and_without
 from audit.fault_programs import PROGRAMS
 from audit.fault_trial import Trial, component_trial, own_failure, program_trial, relation_trial
 from audit.metamorphic import RELATIONS
@@ -62,7 +63,8 @@ def exact_interval(hits: int, runs: int, confidence: float = CONFIDENCE) -> tupl
 class Row:
     """One fault. state: of `fault_trial.STATES`; case: the smallest that reached it; checks: check -> state of that
     check there; first: the check that caught it first; rates: on held-out cases, of each size from the largest on;
-    missed: smaller cases that reached it without its being seen. note: why it crashed or was not reached."""
+    missed: smaller cases that reached it without its being seen. note: why it crashed, was not reached or has
+    no effect."""
 
     fault: str
     surface: str
@@ -138,11 +140,21 @@ def audit_fault(backend: Any, fault: Fault, cases: Cases, plan: Plan) -> Row:
     relations = [relation_trial(backend, fault, name, plan.seed) for name in RELATIONS]
     programs = [program_trial(backend, fault, name, plan.seed) for name in PROGRAMS]
     found = [*trials[-1:], *(t for t in relations if t is not None), *programs]
-    rates = tuple(_rates(backend, fault, plan)) if plan.full and fault.expect == "detected" else ()
-    return _row(fault, trials, found, rates)
+    row = _row(fault, trials, found)
+    if row.state == "Missed" and fault.unread:
+        calls = same_with_and_without(backend, fault, list(cases.reaching(fault)), plan.seed)
+        row = _without_effect(row, fault, calls) if calls else row
+    measured = plan.full and fault.expect == "detected" and row.state != "Equivalent"
+    return replace(row, rates=tuple(_rates(backend, fault, plan))) if measured else row
 
 
-def _row(fault: Fault, trials: Sequence[Trial], found: Sequence[Trial], rates: tuple[Rate, ...]) -> Row:
+def _without_effect(row: Row, fault: Fault, calls: int) -> Row:
+    note = f"{fault.unread}; with it and without, this kernel left the same bits behind each of {calls} calls"
+    checks = {name: "Equivalent" if state == "Missed" else state for name, state in row.checks.items()}
+    return replace(row, state="Equivalent", checks=checks, missed=(), note=note)
+
+
+def _row(fault: Fault, trials: Sequence[Trial], found: Sequence[Trial]) -> Row:
     checks: dict[str, str] = {}
     for trial in found:
         for check in trial.ran:
@@ -156,7 +168,7 @@ def _row(fault: Fault, trials: Sequence[Trial], found: Sequence[Trial], rates: t
     crashed = next((t.note for t in found if t.state == "Crashed"), "")
     note = crashed or ("no case, relation or program made it change anything" if state == "NotReached" else "")
     return Row(fault.id, fault.surface, state, trials[-1].case if trials else "", checks, caught[0] if caught else None,
-               rates, missed, note)  # fmt: skip
+               missed=missed, note=note)  # fmt: skip
 
 
 def _rates(backend: Any, fault: Fault, plan: Plan) -> Iterator[Rate]:

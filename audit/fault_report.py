@@ -88,7 +88,9 @@ def _check(group: tuple[str, bool], rows: Sequence[Row]) -> Check | None:
     states = Counter(r.state for r in rows)
     wrong = missed(rows)
     reached = len(rows) - states["NotReached"]
-    note = "not as expected: " + ", ".join(f"{r.fault} {r.state}" for r in wrong[:5]) if wrong else ""
+    spared = [r.fault for r in rows if r.state == "Equivalent" and not _harmless(r)]
+    note = f"without effect on this kernel, with proof: {', '.join(spared)}" if spared else ""
+    note = "not as expected: " + ", ".join(f"{r.fault} {r.state}" for r in wrong[:5]) if wrong else note
     status = "fail" if wrong else "pass" if reached else "inconclusive"
     if status == "inconclusive":
         note = "no fault of this surface was reached"

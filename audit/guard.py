@@ -79,7 +79,7 @@ class Arena:
         return same_bits(buffer[:GUARD], clean) and same_bits(buffer[-GUARD:], clean)
 
 
-def _items(nest: Any) -> list[tuple[Any, Any]] | None:
+def items_of(nest: Any) -> list[tuple[Any, Any]] | None:
     """Named parts of a container or plain object; None for anything that has none."""
     if isinstance(nest, Mapping):
         return list(nest.items())
@@ -97,7 +97,7 @@ def tensors_of(nest: Any, name: str = "") -> dict[str, Tensor]:
     if isinstance(nest, Tensor):
         return {name: nest}
     found: dict[str, Tensor] = {}
-    for key, value in _items(nest) or ():
+    for key, value in items_of(nest) or ():
         found |= tensors_of(value, f"{name}.{key}" if name else str(key))
     return found
 
@@ -116,7 +116,7 @@ class Snapshot:
         self._record(nest, set())
 
     def _record(self, nest: Any, seen: set[int]) -> None:
-        items = _items(nest)
+        items = items_of(nest)
         if items is None or id(nest) in seen:
             return
         seen.add(id(nest))

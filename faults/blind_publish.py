@@ -131,8 +131,9 @@ def _sources_cleared(done: Published) -> None:
 
 
 def _fault(kind: str, surface: str, statement: str, classes: tuple[str, ...], needs: tuple[str, ...], wrap: Wrap,
-           knob: Knob | None = None) -> Fault:  # fmt: skip
-    return Fault(f"{kind}.{surface}", statement, surface, "publish", classes, needs, wrap, knob=knob, blind=True)
+           knob: Knob | None = None, unread: str = "") -> Fault:  # fmt: skip
+    return Fault(f"{kind}.{surface}", statement, surface, "publish", classes, needs, wrap, knob=knob, unread=unread,
+                 blind=True)  # fmt: skip
 
 
 def _after(surface: str, change: Callable[[Published], None]) -> Wrap:
@@ -141,7 +142,8 @@ def _after(surface: str, change: Callable[[Published], None]) -> Wrap:
 
 FAULTS = [
     _fault("first_decay_twice", "gdn", "the replay decays the committed state by the root's gate once too often",
-           ("N7", "N9"), ("prefix",), _first_decay_twice),
+           ("N7", "N9"), ("prefix",), _first_decay_twice,
+           unread="a bank or a snapshot is written over the committed state, which publication does not read"),
     _fault("one_ring", "gdn", "layers share one ring of recorded operands: each replays the last layer's",
            ("D4", "DF36"), ("layers>=2",), _one_ring),
     _fault("global_rows", "gdn", "accepted rows index the batch's operands without their request's offset",

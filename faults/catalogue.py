@@ -31,10 +31,11 @@ class Fault:
     `faults.classes.CLASSES`, the public defects it is drawn from; none for one derived from the contract, whose section
     is then in `section`. needs: names of `faults.reach.NEEDS`, what a case must have for the fault to change anything.
     wrap: correct backend -> wrong backend; for a fault with a knob, at its largest size. expect: "detected", or
-    "harmless" for a change that a correct backend must not notice. proof: why a harmless one is. arithmetic: it changes
-    a kernel's own formulas, so `fits` only backends whose formulas are in reach. programs: only a program of several
-    cycles (plain steps, slots used again, roll back) can show it. blind: written after the checks by somebody who had
-    not read them; reported apart.
+    "harmless" for a change that a correct backend must not notice. proof: why a harmless one is. unread: why kernels of
+    one kind do not read what it changes; believed of a kernel that is measured to do the same with the fault and
+    without. arithmetic: it changes a kernel's own formulas, so `fits` only backends whose formulas are in reach.
+    programs: only a program of several cycles (plain steps, slots used again, roll back) can show it. blind: written
+    after the checks by somebody who had not read them; reported apart.
     """
 
     id: str
@@ -47,6 +48,7 @@ class Fault:
     expect: str = "detected"
     section: str = ""
     proof: str = ""
+    unread: str = ""
     knob: Knob | None = None
     arithmetic: bool = False
     programs: bool = False

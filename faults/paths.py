@@ -196,10 +196,18 @@ _PATHS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...], Change]] = {
 }  # fmt: skip
 
 
+#: Surfaces whose state behind a row may be kept as a whole -> why one kept so hides what happened to a path's middle.
+_WHOLE = {
+    "gdn": "a bank has the state behind every row and copies that of the last accepted one, which is the right row",
+    "conv": "a bank has the history behind every row and copies that of the last accepted one, which is the right row",
+}
+
+
 def _path(kind: str, surface: str) -> Fault:
     statement, classes, needs, change = _PATHS[kind]
     wrap = on_publish(surface, accepted=changed(change))
-    return Fault(f"{kind}.{surface}", statement, surface, "publish", classes, needs, wrap)
+    unread = _WHOLE.get(surface, "") if kind == "parent_skipped" else ""
+    return Fault(f"{kind}.{surface}", statement, surface, "publish", classes, needs, wrap, unread=unread)
 
 
 FAULTS = [_path(kind, s) for kind in _PATHS for s in SURFACES]

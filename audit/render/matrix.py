@@ -37,7 +37,7 @@ def print_matrix(rows: Sequence[Row], console: Console | None = None, every: boo
     if any(r.rates and r.rates[0].size is not None for r in rows if r.surface != "sampler"):
         out.print()
         out.print(_sizes(rows))
-    left = rows if every else [r for r in rows if r.state not in ("Caught", "Equivalent")]
+    left = rows if every else [r for r in rows if r.state not in ("Caught", "Equivalent") or r.note]
     if left:
         out.print()
         out.print(_faults(left))
