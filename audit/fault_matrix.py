@@ -89,13 +89,17 @@ class Row:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run: backend as `load_backend` takes it, seed of the cases, whether rates are measured, and how often."""
+    """What to run: backend as `load_backend` takes it, seed of the cases, whether rates are measured, and how often.
+
+    quick: a caught fault is not put under further checks: every state is as without, and who else catches it unknown.
+    """
 
     backend: str
     seed: int = 1
     full: bool = False
     plain_trials: int = PLAIN_TRIALS
     size_trials: int = SIZE_TRIALS
+    quick: bool = False
 
 
 class Cases:
@@ -137,15 +141,26 @@ def audit_fault(backend: Any, fault: Fault, cases: Cases, plan: Plan) -> Row:
         trials.append(component_trial(backend, fault, spec))
         if trials[-1].state in ("Caught", "Equivalent"):
             break
-    relations = [relation_trial(backend, fault, name, plan.seed) for name in RELATIONS]
-    programs = [program_trial(backend, fault, name, plan.seed) for name in PROGRAMS]
-    found = [*trials[-1:], *(t for t in relations if t is not None), *programs]
+    found = trials[-1:]
+    for trial in _beyond_cases(backend, fault, plan.seed, done=plan.quick and any(t.caught for t in trials)):
+        found.append(trial)
+        if plan.quick and trial.caught:
+            break
     row = _row(fault, trials, found)
     if row.state == "Missed" and fault.unread:
         calls = same_with_and_without(backend, fault, list(cases.reaching(fault)), plan.seed)
         row = _without_effect(row, fault, calls) if calls else row
     measured = plan.full and fault.expect == "detected" and row.state != "Equivalent"
     return replace(row, rates=tuple(_rates(backend, fault, plan))) if measured else row
+
+
+def _beyond_cases(backend: Any, fault: Fault, seed: int, done: bool) -> Iterator[Trial]:
+    """The fault under every relation that applies and every program, none if it is done."""
+    for relation in () if done else RELATIONS:
+        if (trial := relation_trial(backend, fault, relation, seed)) is not None:
+            yield trial
+    for program in () if done else PROGRAMS:
+        yield program_trial(backend, fault, program, seed)
 
 
 def _without_effect(row: Row, fault: Fault, calls: int) -> Row:

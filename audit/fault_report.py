@@ -53,7 +53,7 @@ def to_report(rows: Sequence[Row], plan: Plan, command: str, seconds: float, pea
     return Report(
         verdict=verdict,
         reasons=reasons,
-        suite="faults, full" if plan.full else "faults",
+        suite=", ".join(["faults", *["full"] * plan.full, *["quick"] * plan.quick]),
         backend=plan.backend,
         contract=load_backend(plan.backend).contract.as_dict(),
         environment=facts,

@@ -17,6 +17,8 @@ def register(commands: Any) -> None:
     sub.add_argument("--seed", type=natural, default=1, help="seed of the cases (default 1)")
     sub.add_argument("--full", action="store_true", help="measure detection probabilities and the smallest size seen, "
                      "on held-out cases (many minutes)")  # fmt: skip
+    sub.add_argument("--quick", action="store_true", help="stop at the first check that catches a fault: the same "
+                     "verdict, but not who else catches it")  # fmt: skip
     sub.add_argument("--trials", type=natural, default=30, help="with --full: runs of a fault (default 30)")
     sub.add_argument("--size-trials", type=natural, default=300, help="with --full: runs of each size (default 300)")
     sub.add_argument("--only", action="append", default=[], metavar="TEXT", help="faults whose id contains this "
@@ -52,7 +54,7 @@ def run(args: argparse.Namespace, command: str) -> int:
     chosen = [name for name in known if not args.only or any(text in name for text in args.only)]
     if not chosen:
         raise InputError(f"--only: no fault's id contains {args.only[0]!r}; for example: {', '.join(known[:3])}")
-    plan = Plan(args.backend, args.seed, args.full, max(args.trials, 1), max(args.size_trials, 1))
+    plan = Plan(args.backend, args.seed, args.full, max(args.trials, 1), max(args.size_trials, 1), args.quick)
     rows = run_matrix(plan, lambda fault: fault.id in chosen, args.workers) if set(chosen) & set(EVERY) else []
     if sampled := [name for name in chosen if name in SAMPLER_FAULTS]:
         rows += sampler_rows(args.seed, faults=sampled)
