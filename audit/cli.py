@@ -125,14 +125,14 @@ def _run(args: argparse.Namespace, command: str) -> int:
     if hasattr(args, "run"):  # a command that brings its own
         return int(args.run(args, command))
     if args.command == "backends":
-        from lumotree.backends.loader import known_backends
+        from audit.listing import backend_lines, print_lines
 
-        print("\n".join(known_backends()))
+        print_lines(backend_lines(), "surface and claim")
         return 0
     if args.command == "samplers":
-        from lumotree.backends.sampler_loader import known_samplers
+        from audit.listing import print_lines, sampler_lines
 
-        print("\n".join(known_samplers()))
+        print_lines(sampler_lines(), "takes")
         return 0
     if args.command == "sample":
         return _sample(_sampler_options(args, command), args.report)

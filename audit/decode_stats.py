@@ -20,9 +20,9 @@ class ModeStats:
     """One mode under one law, over its runs.
 
     per_cycle: tokens per decoding cycle of a request, pooled over requests and runs. per_request: the same of each
-    request, pooled over runs. per_run: the same of each run, pooled over requests. forwards: target forwards of each
-    run, prompts included. seconds: of each run. tokens_per_s: of each run, over cycles in which no prompt was fed.
-    lengths: accepted length (root included) -> cycles.
+    request that had one, pooled over runs. per_run: the same of each run, pooled over requests. forwards: target
+    forwards of each run, prompts included. seconds: of each run. tokens_per_s: of each run, over cycles in which no
+    prompt was fed. lengths: accepted length (root included) -> cycles.
     """
 
     mode: str
@@ -38,7 +38,8 @@ class ModeStats:
 
 def stats_of(runs: Sequence[ModeRun]) -> ModeStats:
     """Statistics over the runs of one mode and law."""
-    numbers = sorted({n for run in runs for n in run.paths})
+    # A request whose first token ends it has no decoding cycle.
+    numbers = sorted({n for run in runs for n, path in run.paths.items() if path})
     every = [length for run in runs for path in run.paths.values() for length in path]
     return ModeStats(
         runs[0].mode,

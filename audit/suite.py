@@ -15,6 +15,7 @@ from audit import assemble, envelope
 from audit.cases import CaseSpec, family_sha256
 from audit.component import CaseResult
 from audit.diagnose import diagnose
+from audit.envelope_file import REMEDY, Envelope
 from audit.environment import code_sha256, environment, environment_on, object_sha256
 from audit.families import SHAPES, Shape, family, fits, fitting_shape, replayed_cases, units
 from audit.frame import cells_frame
@@ -24,7 +25,7 @@ from audit.runner import run_cases
 from lumotree.backends.loader import load_backend
 from lumotree.backends.protocol import SURFACES, covered_surfaces
 from lumotree.contract import Contract
-from lumotree.errors import InputError
+from lumotree.errors import EnvelopeError, InputError
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ def check(options: Options) -> Run:
     if options.graph:
         specs = [s for s in specs if s.unit] + replayed_cases(shape, "heldout", options.seed)
     ref: EnvelopeRef | None = None
-    frozen: envelope.Envelope | None = None
+    frozen: Envelope | None = None
     warnings: list[str] = []
     if options.only:
         own = units(shape, "calibration", options.seed, sets=options.sets, instances=options.instances)
@@ -193,10 +194,27 @@ def _chosen(only: Sequence[str], *pools: Sequence[CaseSpec]) -> list[CaseSpec]:
     return [replace(known[name], control=True) for name in only]  # a chosen case must show its own power
 
 
-def _load_envelope(options: Options, backend: Any, shape: Shape) -> tuple[EnvelopeRef, envelope.Envelope, list[str]]:
+def _load_envelope(options: Options, backend: Any, shape: Shape) -> tuple[EnvelopeRef, Envelope, list[str]]:
     path = default_envelope(options, shape)
-    loaded = envelope.load(path)
-    warnings = envelope.check_applies(
+    try:
+        loaded = envelope.load(path)
+        warnings = _check_applies(loaded, options, backend, shape, path)
+    except EnvelopeError as refusal:
+        raise EnvelopeError(str(refusal).replace(REMEDY, _remedy(options, shape, path))) from refusal
+    if loaded.seed == options.seed and loaded.case_sha256 == family_sha256(units(shape, "heldout", options.seed)):
+        raise InputError(f"envelope {path}: made from the held-out cases themselves; {_remedy(options, shape, path)}")
+    return EnvelopeRef(str(path), loaded.sha256, loaded.guarantee), loaded, warnings
+
+
+def _remedy(options: Options, shape: Shape, path: Path) -> str:
+    """The command that makes the envelope which this run needs."""
+    device = [] if options.device == "cpu" else ["--device", options.device]
+    words = ["--backend", options.backend, "--shape", shape.name, *device, "--envelope", str(path), "--force"]
+    return f"recalibrate: {shlex.join(['lumotree-audit', 'calibrate', *words])}"
+
+
+def _check_applies(loaded: Envelope, options: Options, backend: Any, shape: Shape, path: Path) -> list[str]:
+    return envelope.check_applies(
         loaded,
         contract=backend.contract,
         dims=shape.dims,
@@ -209,9 +227,6 @@ def _load_envelope(options: Options, backend: Any, shape: Shape) -> tuple[Envelo
         environment=environment_on(options.device),
         where=str(path),
     )
-    if loaded.seed == options.seed and loaded.case_sha256 == family_sha256(units(shape, "heldout", options.seed)):
-        raise InputError(f"envelope {path}: made from the held-out cases themselves; recalibrate")
-    return EnvelopeRef(str(path), loaded.sha256, loaded.guarantee), loaded, warnings
 
 
 def _report(

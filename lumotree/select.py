@@ -82,8 +82,7 @@ class Rule:
 
 GREEDY = Rule(
     name="greedy",
-    lossless="emits the target's greedy continuation for any draft; its law is the target's only if rows are one-hot "
-    "(temperature 0)",
+    lossless="only if the target's rows are one-hot (temperature 0): it emits the greedy continuation, for any draft",
     distinct=False,
     one=plain.greedy,
     many=fast.greedy,

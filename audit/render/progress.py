@@ -13,6 +13,8 @@ from rich.progress import Progress as RichProgress
 #: Seconds before anything is shown, and between two plain lines.
 QUIET_S = 2.0
 EVERY_S = 5.0
+#: Share of the steps that must be done before the time that is left is estimated.
+TELLING = 0.1
 
 
 class Progress:
@@ -70,7 +72,9 @@ class Progress:
             self._bar.update(self._task, completed=self._done, description=f"{self._label} {note}".strip())
 
     def _print_line(self, elapsed: float, note: str) -> None:
-        left = elapsed / self._done * (self._total - self._done) if self._done else 0.0
-        line = f"{self._label}: {self._done}/{self._total}, {elapsed:.0f} s, about {left:.0f} s left"
+        line = f"{self._label}: {self._done}/{self._total}, {elapsed:.0f} s"
+        # The longest pieces come first: from a few of them the rest would look many times longer than it is.
+        if self._done >= max(2, TELLING * self._total):
+            line += f", about {elapsed / self._done * (self._total - self._done):.0f} s left"
         text = f"{line}, {note}" if note else line
         self._console.print(text, markup=False, highlight=False, no_wrap=True, overflow="ellipsis")

@@ -17,7 +17,7 @@ from audit.render.diagnosis import print_diagnoses
 from audit.render.progress import Progress
 from audit.render.sampler import STEPS_LEGEND
 from audit.render.sampler import tables as sampler_tables
-from audit.render.text import controls_seen, count, headline, last_lines, number, outcome, place
+from audit.render.text import advice, controls_seen, count, headline, last_lines, number, outcome, place
 from audit.report import Check, Control, Finding, Report
 
 __all__ = ["MAX_FINDINGS", "Progress", "print_report"]
@@ -71,6 +71,8 @@ def print_report(report: Report, console: Console | None = None, max_findings: i
     if report.verdict != "PASS":
         for reason in report.reasons:
             _say(out, f"- {reason}", _VERDICTS[report.verdict])
+    for line in advice(report):
+        _say(out, f"what to do: {line}")
     _say(out, _fitting(report, out.width), _VERDICTS[report.verdict])
 
 

@@ -67,16 +67,46 @@ def last_lines(report: Report) -> list[str]:
     cells = _cells(report.checks)
     seen, total = controls_seen(report)
     middle = f"{start}  {cells}, {seen}/{total} controls"
+    shorter = [middle, f"{start}  {seen}/{total} controls", f"{report.verdict}  {report.backend}  {cells}, "
+               f"{seen}/{total} controls", start]  # fmt: skip
     if report.envelope is None:
-        return [f"{middle} detected", middle, start]
+        return [f"{middle} detected", *shorter]
     name, digest = PurePath(report.envelope.path).name, report.envelope.sha256[:SHORT_HASH]
     return [
         f"{middle} detected, envelope {name} ({digest}..)",
         f"{middle}, {name} ({digest}..)",
         f"{middle}, envelope {digest}..",
-        middle,
-        start,
+        *shorter,
     ]
+
+
+#: Part of a reason -> what a user can do about it. The first that fits counts.
+_ADVICE = (
+    ("was not detected", "more or other cases may reach it (--instances, --sets, --seed; a larger shape); a control "
+     "that stays unseen means that the kernel does not read what the control changes"),
+    ("ran on no case", "leave out what restricts the cases (--only, --instances), or use a shape with larger trees"),
+    ("flagged by", "the kernel reads rows that are inactive: mask them, as their operands may be anything"),
+    ("outputs of", "look at whether the kernel writes to `out` at all, and at the rows it was given"),
+    ("memory horizon", "use a shape or checkpoint whose decay is nearer to one, or longer trees"),
+    ("no surface", "write verify, publish and native_step of at least one surface (lumotree/backends/protocol.py)"),
+    ("zero cells", "leave out what restricts the cases, or write the methods of at least one surface"),
+    ("no positive control", "run the controls too: without them equal bits show nothing"),
+    ("emitted token is the same", "use a checkpoint whose output depends on its input"),
+    ("accepted ends", "accept longer paths: other drafts, prompts or another seed"),
+    ("same tokens", "use a checkpoint whose output depends on its input"),
+    ("more than its root", "accept longer paths: other drafts, prompts or another seed"),
+    ("recording", "record operands, publications and at least two cycles of a request (lumotree/recorder.py)"),
+    ("of every request are the same", "record cycles that accept something"),
+    ("recorded", "record operands, publications and at least two cycles of a request (lumotree/recorder.py)"),
+)  # fmt: skip
+
+
+def advice(report: Report) -> list[str]:
+    """What to do about an inconclusive run, one line for each kind of reason; empty for other verdicts."""
+    if report.verdict != "INCONCLUSIVE":
+        return []
+    found = (next((words for part, words in _ADVICE if part in reason), "") for reason in report.reasons)
+    return [words for words in dict.fromkeys(found) if words]
 
 
 def controls_seen(report: Report) -> tuple[int, int]:

@@ -6,6 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+# Before triton: on a machine without a GPU it chooses the interpreter.
+from lumotree.verifier.kernels import INTERPRETED, launch
+
+# isort: split
 import torch
 import triton
 import triton.language as tl
@@ -15,7 +19,6 @@ from lumotree.backends.protocol import Accepted, BackendBase, Batch, GdnOps, Lim
 from lumotree.contract import Contract, Dims
 from lumotree.errors import ContractError
 from lumotree.state import Pools
-from lumotree.verifier.kernels import INTERPRETED, launch
 from lumotree.verifier.kernels.bits import bf16_to_f32, f32_to_bf16
 from lumotree.verifier.kernels.gdn import check_ops, gdn_read, gdn_update
 

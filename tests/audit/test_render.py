@@ -14,6 +14,7 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
+import audit
 from audit.frame import cells_frame
 from audit.render import check_writable, start_report, write_report
 from audit.render.json import parse_json, render_json
@@ -21,6 +22,7 @@ from audit.render.junit import render_junit
 from audit.render.markdown import render_markdown
 from audit.render.progress import Progress
 from audit.render.terminal import print_report
+from audit.render.text import advice
 from audit.report import Check, Control, EnvelopeRef, Finding, Report, decide
 from lumotree.errors import ReportError
 
@@ -136,6 +138,27 @@ def test_the_table_shows_every_check_and_control() -> None:
     assert text.splitlines()[-1].endswith("(+2 more)")
 
 
+def test_an_inconclusive_run_says_what_to_do_about_each_kind_of_reason_once() -> None:
+    text = " ".join(printed(REPORTS["INCONCLUSIVE"]).split())
+    assert text.count("what to do: more or other cases may reach it") == 1
+    assert text.count("what to do: the kernel reads rows that are inactive: mask them") == 1
+    assert "what to do" not in printed(REPORTS["FAIL"]) + printed(REPORTS["PASS"])
+
+
+def test_every_doubt_that_ends_a_run_open_has_advice() -> None:
+    sources = ("report", "assemble", "decode", "continuation_report", "dump")
+    text = "".join((Path(audit.__file__).parent / f"{name}.py").read_text(encoding="utf-8") for name in sources)
+    reasons = re.findall(r'(?:open_|doubts)\.append\(\s*f?"([^"]+)"', text)
+    assert len(reasons) >= 10
+    for reason in reasons:
+        assert advice(make_report((GOOD,), (MISSED,), reasons=(reason,))), reason
+
+
+def test_a_pass_with_a_long_suite_keeps_its_numbers_at_80_columns() -> None:
+    last = printed(make_report((GOOD,), (SEEN,), suite="decode 86 prompts, 1024 tokens, all of them")).splitlines()[-1]
+    assert len(last) <= 80 and last.endswith("1/1 controls")
+
+
 def test_a_fail_shows_five_findings_with_their_commands() -> None:
     text = printed(REPORTS["FAIL"])
     assert text.count("request 0, layer 3, row 12: inf, allowed 0") == 5
@@ -175,7 +198,8 @@ def loop(seconds: int, terminal: bool) -> str:
 
 def test_progress_in_a_log_is_a_line_every_five_seconds() -> None:
     lines = loop(21, terminal=False).splitlines()
-    assert lines[0] == "held-out: 2/21, 2 s, about 19 s left, layer 1 [x]"
+    assert lines[0] == "held-out: 2/21, 2 s, layer 1 [x]"  # too few to tell how long the rest takes
+    assert lines[1] == "held-out: 7/21, 7 s, about 14 s left, layer 6 [x]"
     assert [line.split("/")[0] for line in lines] == [f"held-out: {n}" for n in (2, 7, 12, 17)]
     assert "\x1b" not in "".join(lines)
 

@@ -1,7 +1,10 @@
 """Finding backends, and the message for everything that can be wrong with one."""
 
 import importlib.metadata
+import os
+import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +71,21 @@ def test_builtin_table_names_existing_modules() -> None:
     for target in BUILTIN.values():
         assert importlib.util.find_spec(target.partition(":")[0]) is not None, target
     assert set(BUILTIN) <= set(known_backends())
+
+
+IN_TRITON = [
+    name for name, target in BUILTIN.items()
+    if "import triton\n" in Path(find_spec(target.partition(":")[0]).origin).read_text(encoding="utf-8")  # type: ignore[union-attr,arg-type]
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["triton", *IN_TRITON])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is interpreted")
+def test_a_triton_backend_chooses_the_interpreter_by_itself(name: str) -> None:
+    code = f"from lumotree.backends.loader import load_backend; print(load_backend({name!r}).interpreted)"
+    free = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], env=free, capture_output=True, text=True, check=False)
+    assert done.stdout == "True\n", done.stderr
 
 
 @pytest.mark.parametrize("path", ["Good", "instance", "make", "Holder.inner"])
