@@ -166,10 +166,9 @@ def replay_section(outcomes: Sequence[Outcome], bytes_s: float) -> list[str]:
     if not able:
         return []
     best = min(able, key=lambda o: o.total_ms or math.inf)
-    model = Model(best.state_bytes, best.factor_bytes, bytes_s, best.publish_by_length)
-    lengths = sorted({*best.publish_by_length, 4, 8})
+    model = Model(best.state_bytes, 0, best.factor_bytes, bytes_s)
     intro = f"Replay measured on {best.backend}, the rest modelled from bytes at the measured copy rate; ms."
-    return ["", "## When does replay pay?", "", intro, "", *table(model, lengths, (8, 32, 128))]
+    return ["", "## When does replay pay?", "", intro, "", *table(model, best.publish_by_length, (8, 32, 128))]
 
 
 def picture(outcomes: Sequence[Outcome]) -> str:

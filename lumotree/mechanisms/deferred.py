@@ -48,7 +48,7 @@ class DeferredFactors(TorchSteps):
         check_operands("gdn_verify", ops, batch.rows)
         check_recurrent_pool("gdn_verify", pool, ops, self.contract)
         check_room(batch, ws["limits"], layer)
-        self._flush(pool, ws, layer)
+        self.flush(pool, ws, layer)
         stash = ws["stash"]
         for slot, index, local, parents in local_rows(self._prepare(ops), batch):
             start = matrix(pool[layer], slot, slice(None), self.contract.layout).to(torch.float32)
@@ -64,7 +64,7 @@ class DeferredFactors(TorchSteps):
         slots, stash = batch.state_slot.tolist(), ws["stash"]
         lanes = accepted_lanes(batch, accepted, ws["limits"], empty_path=self.contract.empty_path)
         for layer in layers:
-            self._flush(pool, ws, layer)
+            self.flush(pool, ws, layer)
             rows = [(slots[lane.request], torch.tensor(lane.rows, device=pool.device)) for lane in lanes]
             ws["due"][layer] = [
                 PathFactors(slot, *(stash[name][layer, at].transpose(0, 1).clone() for name in ("k", "u", "decay")))
@@ -73,10 +73,11 @@ class DeferredFactors(TorchSteps):
 
     def export(self, pools: Pools, ws: dict[str, Any], slot: int, layer: int) -> State:
         """The slot's state with everything due applied."""
-        self._flush(pools.recurrent, ws, layer)
+        self.flush(pools.recurrent, ws, layer)
         return super().export(pools, ws, slot, layer)
 
-    def _flush(self, pool: Tensor, ws: dict[str, Any], layer: int) -> None:
+    def flush(self, pool: Tensor, ws: dict[str, Any], layer: int) -> None:
+        """Apply to the pool what is due in a layer, as the next verification does first."""
         for path in ws["due"].pop(layer, []):
             home = matrix(pool[layer], path.slot, slice(None), self.contract.layout)
             home.copy_(fused_update(home.to(torch.float32), path))

@@ -11,7 +11,6 @@ import torch
 from audit import bench
 from audit.bench import Options, run_bench
 from audit.bench_render import Outcome, columns, markdown, picture, replay_section, verdict
-from audit.bench_replay import Model, table
 from audit.bench_time import Ceilings, Clock, Timed, Work, measure_ceilings
 from audit.cases import Case
 from audit.cli import main
@@ -136,17 +135,6 @@ def test_bad_input_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
         bench._all(Options(("nobody",), "micro"), Ceilings(1.0, 1.0))
     with pytest.raises(SystemExit):
         main(["bench", "--repeat", "0"])
-
-
-def test_when_replay_pays_from_bytes_and_measured_steps() -> None:
-    model = Model(state=1000, factor=10, bytes_s=1e6, replay={1: 3.0, 5: 7.0})
-    assert model.replay_ms(3) == 5.0 and model.replay_ms(9) == 11.0 and model.replay_ms(1) == 3.0
-    assert model.copy_ms() == 2.0 and model.bank_ms(4) == 7.0 and model.deferred_ms(5) == pytest.approx(1.1)
-    for n, trees in ((1, 1), (3, 2), (5, 3), (9, 5)):
-        assert model.break_even(n) == trees
-        assert model.copy_ms() + model.bank_ms(trees) >= model.replay_ms(n)
-        assert trees == 1 or model.copy_ms() + model.bank_ms(trees - 1) < model.replay_ms(n)
-    assert table(model, [9], [4])[2] == "| 9 | 11 | 2 | 1.18 | 7 | 9 rows |"
 
 
 def test_the_report_says_when_replay_pays(written: Path) -> None:
