@@ -39,8 +39,9 @@ EXPLAINS = 0.1
 CLOSE = 1.5
 ROUNDING = 1e-3
 
-#: How many other hypotheses a report names beside the group.
+#: How many other hypotheses a report names beside the group, and what they may leave: one that leaves more is no lead.
 NAMED = 3
+LEAD = 0.5
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,8 @@ class Diagnosis:
 
     case: the smallest that fails; check: the first that failed there; place: of its first cell outside, in topological
     order. base: the right kernel that hypotheses were tried on; how: "bitwise", "distance" or "unknown". group: the
-    hypotheses that no case of ours tells apart, best first; near: the next ones. told_apart: case -> hypotheses that it
-    ruled out. cases: those that were asked.
+    hypotheses that no case of ours tells apart, best first; near: the next ones that explain half of it or
+    more. told_apart: case -> hypotheses that it ruled out. cases: those that were asked.
     """
 
     surface: str
@@ -128,12 +129,16 @@ class Known:
 
     def unexplained(self, group: Sequence[Hypothesis], spec: CaseSpec, seen: Recording) -> list[float]:
         """Part of the deviation from the right kernel that each hypothesis leaves, infinite without a deviation."""
-        clean = self.clean(spec)
-        there, start = seen.vector(clean), clean.vector(clean)
-        deviation = apart(there, start)
+        clean, deviation = self.clean(spec), self.deviation(spec, seen)
         if deviation == 0.0:
             return [math.inf] * len(group)
+        there = seen.vector(clean)
         return [apart(self._vector(h, spec, clean), there) / deviation for h in group]
+
+    def deviation(self, spec: CaseSpec, seen: Recording) -> float:
+        """Distance of a recording from the right kernel's."""
+        clean = self.clean(spec)
+        return apart(seen.vector(clean), clean.vector(clean))
 
     def _vector(self, h: Hypothesis, spec: CaseSpec, clean: Recording) -> Tensor:
         key = (h.fault, h.size, spec.id)
@@ -147,15 +152,24 @@ def diagnose_surface(
 ) -> Diagnosis | None:
     """Diagnose one surface on the first of the cases that fails, then on the others; None if none fails.
 
-    make: the backend, new for every case, so that nothing it remembers tells cases apart. known: kernels on which
-    hypotheses are tried, by default all of ours that have the contract.
+    Where that case names nothing, the one with the largest deviation is asked: a defect that hardly shows in ordinary
+    numbers may be plain where numbers are as it needs them. make: the backend, new for every case, so that nothing it
+    remembers tells cases apart. known: kernels on which hypotheses are tried, by default all of ours that have the
+    contract.
     """
-    for spec in specs:
-        seen = _seen(make, surface, spec)
-        if seen.failed or seen.refused:
-            base = _closest(known or _all_known(make().contract, surface), spec, seen)
-            return _Search(make, base, spec, seen).run([s for s in specs if s is not spec])
-    return None
+    failing = ((s, seen) for s in specs if (seen := _seen(make, surface, s)).failed or seen.refused)
+    first = next(failing, None)
+    if first is None:
+        return None
+    base = _closest(known or _all_known(make().contract, surface), *first)
+    found = _Search(make, base, *first).run([s for s in specs if s is not first[0]])
+    if found.how != "unknown":
+        return found
+    largest = max(failing, key=lambda case: base.deviation(*case), default=first)
+    if base.deviation(*largest) <= base.deviation(*first):
+        return found
+    again = _Search(make, base, *largest).run([s for s in specs if s is not largest[0]])
+    return found if again.how == "unknown" else again
 
 
 def _seen(make: Callable[[], Any], surface: str, spec: CaseSpec) -> Recording:
@@ -214,7 +228,7 @@ class _Search:
         ranked = sorted((Hypothesis(h.fault, h.size, x) for h, x in zip(candidates, left, strict=True)),
                         key=lambda h: h.left)  # fmt: skip
         group = _best(ranked)
-        near = [h for h in ranked if h not in group][:NAMED]
+        near = [h for h in ranked if h not in group and h.left <= LEAD][:NAMED]
         return ("distance" if group else "unknown"), group, near
 
     def _refined(self, group: Sequence[Hypothesis], spec: CaseSpec, how: str) -> list[Hypothesis] | None:

@@ -37,13 +37,11 @@ _GDN: dict[str, tuple[str, tuple[str, ...], tuple[str, ...], GdnVariant]] = {
     "softplus_relu": ("softplus is a relu", ("N5",), ("prefix",), GdnVariant(softplus="relu")),
     "softplus_unbounded": ("softplus has no linear part and overflows", ("N5", "N2"), ("large_gates",),
                            GdnVariant(softplus="unbounded")),
-    "softplus_early": ("softplus is linear above 1", ("N5",), ("mid_gates",), GdnVariant(softplus="early")),
     "key_not_normalised": ("keys are not normalised", ("N18",), (), GdnVariant(unit_k=False)),
     "query_not_normalised": ("queries are not normalised", ("N18",), (), GdnVariant(unit_q=False)),
     "eps_at_root": ("the epsilon is added to the root", ("N12",), ("tiny_keys",), GdnVariant(eps_at="root")),
     "eps_as_floor": ("the epsilon is a floor of the root", ("N12",), ("tiny_keys",), GdnVariant(eps_at="floor")),
     "eps_missing": ("the norm has no epsilon", ("N12",), ("zero_keys",), GdnVariant(eps=0.0)),
-    "eps_1e-5": ("the epsilon is 1e-5", ("N12",), ("tiny_keys",), GdnVariant(eps=1e-5)),
     "eps_1e-12": ("the epsilon is 1e-12", ("N12",), ("tiny_keys",), GdnVariant(eps=1e-12)),
     "scale_missing": ("queries are not scaled by dk^-1/2", ("DF32",), (), GdnVariant(scale=0.0)),
     "scale_twice": ("queries are scaled by 1 / dk", ("DF32",), (), GdnVariant(scale=-1.0)),
@@ -95,11 +93,11 @@ def _fault(kind: str, surface: str, entry: tuple[str, tuple[str, ...], tuple[str
 
 
 def _sized(kind: str, surface: str, what: str, classes: tuple[str, ...], unit: str, sizes: tuple[float, ...],
-           change: Callable[[float], Variant]) -> Fault:  # fmt: skip
+           change: Callable[[float], Variant], needs: tuple[str, ...] = ("prefix",)) -> Fault:  # fmt: skip
     def at(size: float) -> Wrap:
         return variant(surface, change(size))
 
-    return Fault(f"{kind}.{surface}", what, surface, "verify", classes, ("prefix",), at(sizes[0]),
+    return Fault(f"{kind}.{surface}", what, surface, "verify", classes, needs, at(sizes[0]),
                  knob=Knob(sizes, unit, at), arithmetic=True, fits=fits)  # fmt: skip
 
 
@@ -120,6 +118,10 @@ FAULTS = [
     ),
     _sized("state_mantissa", "gdn", "the state keeps fewer bits from token to token", ("N14", "R2"), "bits kept",
            (8, 12, 14, 16, 18, 20, 21, 22), lambda bits: GdnVariant(state_bits=int(bits))),
+    _sized("softplus_early", "gdn", "softplus is linear from too low on", ("N5",), "linear above",
+           (1, 2, 4, 6, 8, 10, 12), lambda x: GdnVariant(linear_above=x), ("mid_gates",)),
+    _sized("eps_larger", "gdn", "the epsilon of the norm is larger", ("N12",), "epsilon",
+           (1e-3, 1e-4, 1e-5, 4e-6, 2e-6), lambda x: GdnVariant(eps=x), ("tiny_keys",)),
     _sized("conv_bias", "conv", "a bias is added that is not there", ("B13",), "added before the activation",
            (0.1, 1e-2, 1e-3, 1e-4, 1e-5), lambda x: ConvVariant(bias=x)),
     _sized("key_window", "attention", "only the last keys are visible", ("C4", "I4"), "keys",

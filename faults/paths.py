@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from faults.catalogue import Fault
+from faults.catalogue import Fault, Knob, Wrap
 from faults.topology import requests_of
 from faults.wrap import on_publish
 from lumotree.backends.batch import replan
@@ -113,6 +113,11 @@ def one_short(i: int, path: list[int], batch: Batch, paths: Paths) -> list[int]:
     return path[:-1] or path
 
 
+def short_from(least: float) -> Change:
+    """Without its last row, if it has so many rows."""
+    return lambda i, path, batch, paths: path[:-1] if len(path) >= least else path
+
+
 def one_long(i: int, path: list[int], batch: Batch, paths: Paths) -> list[int]:
     """With a child of its last row, which was rejected."""
     return [*path, *children(batch, i, path[-1])[:1]]
@@ -210,4 +215,12 @@ def _path(kind: str, surface: str) -> Fault:
     return Fault(f"{kind}.{surface}", statement, surface, "publish", classes, needs, wrap, unread=unread)
 
 
-FAULTS = [_path(kind, s) for kind in _PATHS for s in SURFACES]
+def _short_from(surface: str) -> Fault:
+    def at(least: float) -> Wrap:
+        return on_publish(surface, accepted=changed(short_from(least)))
+
+    return Fault(f"short_from.{surface}", "the last row of a path of so many rows or more is not published", surface,
+                 "publish", ("C9", "DF6", "M6"), ("depth>=2",), at(3), knob=Knob((3, 4, 5, 6), "rows", at))  # fmt: skip
+
+
+FAULTS = [*(_path(kind, s) for kind in _PATHS for s in SURFACES), *(_short_from(s) for s in SURFACES)]

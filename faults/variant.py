@@ -14,15 +14,15 @@ class GdnVariant:
 
     eps, eps_at: the epsilon of the norm, added to the sum of squares ("sum"), to its root ("root"), a floor of the root
     ("floor"). unit_q, unit_k: whether they are normalised. scale: exponent of dk in the scale of the query. other_map:
-    the head map that is not declared. softplus: "declared", "relu", "unbounded" (no linear part), "early" (linear above
-    1), "none". decay: "exp", "none" (1), "twice", "exp2", "linear" (1 + g), "flushed" (below 0.05: 0), "clamped" (g at
-    least -5), "zero_corner" (0 where g is 0), "factored" (through exp(-g), which overflows), "bf16". beta: "sigmoid",
-    "none" (1), "twice", "doubled" (2 sigmoid), "bf16", "raw" (b itself). error: "decayed" (v - R'k), "before"
-    (v - R k), "none" (v). decay_at: "first", or "last" (the update decays too). beta_on: "error", or "value"
+    the head map that is not declared. softplus: "declared", "relu", "unbounded" (no linear part), "none"; linear_above:
+    where it turns linear. decay: "exp", "none" (1), "twice", "exp2", "linear" (1 + g), "flushed" (below 0.05: 0),
+    "clamped" (g at least -5), "zero_corner" (0 where g is 0), "factored" (through exp(-g), which overflows), "bf16".
+    beta: "sigmoid", "none" (1), "twice", "doubled" (2 sigmoid), "bf16", "raw" (b itself). error: "decayed" (v - R'k),
+    "before" (v - R k), "none" (v). decay_at: "first", or "last" (the update decays too). beta_on: "error", or "value"
     (beta v - R'k). read: "after" the update, "before" it and its decay, "decayed" (without the update). u_bf16,
     keys_bf16: rounded to bf16. state_bits: bits of the state's mantissa that are kept, 23 = all; half: the state goes
-    through fp16. tail: rows of dv that no tile covers. norm_tile: the norm sums over whole tiles of so many dims,
-    0 = over all. gate_bf16: a + dt_bias is rounded to bf16. truncated: the output is cut to bf16 instead of rounded.
+    through fp16. tail: rows of dv that no tile covers. norm_tile: the norm sums over whole tiles of so many dims, 0 =
+    over all. gate_bf16: a + dt_bias is rounded to bf16. truncated: the output is cut to bf16 instead of rounded.
     """
 
     eps: float = 1e-6
@@ -32,6 +32,7 @@ class GdnVariant:
     scale: float = -0.5
     other_map: bool = False
     softplus: str = "declared"
+    linear_above: float = 20.0
     decay: str = "exp"
     beta: str = "sigmoid"
     error: str = "decayed"

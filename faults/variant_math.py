@@ -72,7 +72,7 @@ def softplus(x: Tensor, contract: Contract, v: GdnVariant, kit: Kit) -> Tensor:
     curved = kit.each(torch.log1p, e) if contract.softplus == "log1p" else kit.each(torch.log, 1.0 + e)
     if v.softplus == "unbounded":
         return curved
-    return torch.where(x > (1.0 if v.softplus == "early" else 20.0), x, curved)
+    return torch.where(x > v.linear_above, x, curved)
 
 
 def decay_of(g: Tensor, v: GdnVariant, kit: Kit) -> Tensor:

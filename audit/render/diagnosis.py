@@ -29,7 +29,7 @@ def lines(d: Mapping[str, Any], backend: str, seed: int) -> Iterator[str]:
     who = "one known defect leaves" if kinds == 1 else f"{kinds} known defects leave"
     asked = "1 case" if len(d["cases"]) == 1 else f"{len(d['cases'])} cases"
     if d["how"] == "unknown":
-        yield "  an unknown defect: no fault of the catalogue explains nine tenths of what was seen"
+        yield "  unknown defect: no fault of the catalogue explains nine tenths of what was seen"
     elif d["how"] == "bitwise":
         yield f"  {who} the same bits in every call, on {asked}:"
     else:

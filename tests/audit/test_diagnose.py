@@ -11,13 +11,18 @@ import pytest
 import torch
 
 from audit import cli, diagnose_eval, suite
-from audit.diagnose import EXPLAINS, Known, diagnose, diagnose_surface
+from audit.diagnose import EXPLAINS, LEAD, Known, diagnose, diagnose_surface
 from audit.diagnose_eval import Verdict, evaluate, summary, to_report
 from audit.fault_cases import ladder
 from audit.fault_trial import alone
 from audit.recording import OtherBitsError, apart, record, reproduces
 from audit.render.diagnosis import lines
 from faults import CATALOGUE, Faulty
+from faults.outputs import noise
+from faults.paths import changed, short_from
+from faults.variant import GdnVariant
+from faults.variant_backend import variant
+from faults.wrap import on_publish, on_verify
 from lumotree.backends.reference import ReferenceBackend
 from lumotree.backends.torch_backend import TorchBackend
 from lumotree.contract import Contract
@@ -55,7 +60,39 @@ def test_the_fault_is_named_in_a_kernel_that_shares_no_bits_with_ours(
     monkeypatch.setattr("audit.diagnose.CATALOGUE", {f.id: f for f in [*several, CATALOGUE[fault]]})
     d = found(fault, known, OTHER)
     assert d.how == "distance" and d.base == "torch" and {h.fault for h in d.group} == {fault}
-    assert d.group[0].left < 1e-3 and d.near and all(h.left > d.group[0].left for h in d.near)
+    assert d.group[0].left < 1e-3 and all(d.group[0].left < h.left <= LEAD for h in d.near)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "label"),
+    [
+        (variant("gdn", GdnVariant(eps=1e-5)), "eps_larger.gdn at 1e-05"),
+        (variant("gdn", GdnVariant(linear_above=4.0)), "softplus_early.gdn at 4"),
+        (on_publish("gdn", accepted=changed(short_from(3))), "short_from.gdn at 3"),
+    ],
+    ids=["epsilon", "softplus", "short path"],
+)  # fmt: skip
+def test_the_size_of_a_defect_is_named_too(wrap: Any, label: str, known: dict[str, Known], monkeypatch: Any) -> None:
+    kinds = ("eps", "softplus", "short_from", "one_short", "three_rows", "gate_twice", "scale")
+    own = {f.id: f for f in CATALOGUE.values() if f.surface == "gdn" and f.kind.startswith(kinds)}
+    monkeypatch.setattr("audit.diagnose.CATALOGUE", own)
+    some = [s for s in SPECS if s.id.endswith(("comb", "deep", "mid_gates", "tiny_keys"))]
+    d = diagnose_surface(lambda: wrap(OTHER), "gdn", some, [known["gdn"]])
+    assert d is not None and d.how == "distance" and [h.label for h in d.group] == [label]
+
+
+def test_where_the_first_case_names_nothing_the_one_with_the_largest_deviation_is_asked(
+    known: dict[str, Known], monkeypatch: Any
+) -> None:
+    def faint(inner: Any) -> Any:
+        """Right but for one element where the other case's fault is not."""
+        return on_verify("conv", after=lambda done: done.out[-1, -1].add_(0.01))(inner)
+
+    wraps = iter([faint, *[CATALOGUE["flat_tree.conv"].wrap] * 8])
+    monkeypatch.setattr("audit.diagnose.CATALOGUE", {k: CATALOGUE[k] for k in ("taps_reversed.conv", "flat_tree.conv")})
+    d = diagnose_surface(lambda: next(wraps)(INNER), "conv", SPECS[:2], [known["conv"]])
+    assert d is not None and d.how == "bitwise" and d.case == SPECS[1].id
+    assert [h.label for h in d.group] == ["flat_tree.conv"]
 
 
 def test_hypotheses_that_agree_on_the_failing_case_are_told_apart_by_another(known: dict[str, Known]) -> None:
@@ -86,8 +123,20 @@ def test_an_unknown_defect_is_said_to_be_unknown(known: dict[str, Known]) -> Non
         return Faulty(INNER, conv_verify=verify)
 
     d = diagnose_surface(wrap, "conv", SPECS[:3], [known["conv"]])
-    assert d is not None and d.how == "unknown" and not d.group and d.near[0].left > EXPLAINS
-    assert any("unknown defect" in line for line in lines(d.as_dict(), "x", 1))
+    assert d is not None and d.how == "unknown" and not d.group and not d.near
+    text = "\n".join(lines(d.as_dict(), "x", 1))
+    assert "  unknown defect: " in text and "next:" not in text and "leaves" not in text
+
+
+def test_a_fault_that_explains_half_of_an_unknown_defect_is_named_as_a_lead(
+    known: dict[str, Known], monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("audit.diagnose.CATALOGUE", {"output_scaled.conv": CATALOGUE["output_scaled.conv"]})
+    d = diagnose_surface(lambda: on_verify("conv", after=noise(0.022))(INNER), "conv", SPECS[:1], [known["conv"]])
+    assert d is not None and d.how == "unknown" and not d.group
+    assert [h.label for h in d.near] == ["output_scaled.conv at 0.03"] and EXPLAINS < d.near[0].left <= LEAD
+    text = "\n".join(lines(d.as_dict(), "x", 1))
+    assert "unknown defect" in text and "next: output_scaled.conv at 0.03 (leaves" in text
 
 
 def test_a_right_backend_has_nothing_to_diagnose() -> None:

@@ -19,15 +19,20 @@ from audit.stage import Stage
 from faults import BLIND, CATALOGUE, EVERY, NEEDS, Fault
 from faults.catalogue import EXPECTATIONS, STAGES, by_id
 from faults.classes import CLASSES, NOT_EXPRESSED, covered
+from faults.paths import changed as changed_paths
+from faults.paths import paths_of, short_from
 from faults.sampler import SAMPLER_FAULTS
 from faults.topology import roots
 from faults.variant import AttentionVariant, ConvVariant, GdnVariant
-from faults.variant_backend import variant
-from lumotree.backends.batch import accepted_paths, replan
+from faults.variant_backend import TORCH, variant
+from faults.variant_math import softplus, unit
+from lumotree.backends.batch import accepted_paths, build_batch, replan
 from lumotree.backends.protocol import SHARED_OPERANDS, SURFACES, StepOut
 from lumotree.backends.reference import ReferenceBackend
 from lumotree.backends.torch_backend import TorchBackend
+from lumotree.contract import Contract
 from lumotree.errors import InputError
+from lumotree.tree_named import chain
 
 INNER = TorchBackend()
 SPECS = list(ladder(3))
@@ -185,6 +190,22 @@ def test_every_fault_says_where_it_comes_from_and_what_it_needs() -> None:
             assert len(set(fault.knob.sizes)) == len(fault.knob.sizes) > 2 and fault.knob.unit
     assert len(CATALOGUE) >= 120 and not set(CATALOGUE) & set(BLIND)
     assert {f.id for f in EVERY.values() if f.blind} == set(BLIND) and 10 * len(BLIND) >= len(CATALOGUE)
+
+
+def test_a_path_is_cut_from_its_size_on() -> None:
+    batch = build_batch([chain(4)], state_slots=[0], page_table=torch.zeros(1, 9, dtype=torch.int32), page_size=1)
+    for least, left in ((3, [0, 1, 2, 2, 3, 4]), (5, [0, 1, 2, 3, 4, 4])):
+        made = [changed_paths(short_from(least))(accepted_paths([list(range(n))], longest=6), batch) for n in range(6)]
+        assert [paths_of(accepted)[0] for accepted, _ in made] == [list(range(n)) for n in left]
+
+
+def test_a_variant_of_the_gate_or_the_norm_differs_where_its_size_says() -> None:
+    x = torch.tensor([[-2.0, 3.5, 4.5, 19.0, 21.0]])
+    right, early = (softplus(x, Contract(), v, TORCH) for v in (GdnVariant(), GdnVariant(linear_above=4.0)))
+    assert (right == early).tolist() == [[True, True, False, True, True]] and early[0, 2] == 4.5
+    row = torch.full((1, 1, 4), 1e-3)  # a sum of squares of 4e-6
+    assert torch.allclose(unit(row, Contract(), GdnVariant(eps=1e-5), TORCH), row / 14e-6**0.5)
+    assert torch.allclose(unit(row, Contract(), GdnVariant(), TORCH), row / 5e-6**0.5)
 
 
 def test_ids_are_unique() -> None:
