@@ -21,6 +21,7 @@ ENTRY_POINTS = "lumotree_audit.backends"
 BUILTIN: dict[str, str] = {
     "torch": "lumotree.backends.torch_backend:TorchBackend",
     "triton": "lumotree.backends.triton_backend:TritonBackend",
+    "triton_splitk": "lumotree.backends.splitk_backend:SplitKAttentionBackend",
     "cuda": "lumotree.backends.cuda_backend:CudaBackend",
     "triton_fused": "lumotree.backends.fused_backend:FusedBackend",
     "reference": "lumotree.backends.reference:ReferenceBackend",

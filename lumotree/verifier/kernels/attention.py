@@ -122,7 +122,8 @@ def attend(
     tl.store(out + at + dim, f32_to_bf16(acc / total), mask=ok)
 
 
-def _check(ops: AttentionOps, cache: KVCache, batch: Batch, out: Tensor, layer: int) -> None:
+def check_attention(ops: AttentionOps, cache: KVCache, batch: Batch, out: Tensor, layer: int) -> None:
+    """Raise BackendError or ContractError for operands that the attention kernels do not take."""
     launch.check_device(cache.k)
     named = [("q", ops.q), ("k", ops.k), ("v", ops.v), ("cache.k", cache.k), ("cache.v", cache.v), ("out", out)]
     launch.check_tensors("attention", torch.bfloat16, named)
@@ -146,7 +147,7 @@ def _forward(
     ops: AttentionOps, cache: KVCache, batch: Batch, ancestors: Tensor, depth: Tensor, out: Tensor, layer: int,
     *, tree: bool,
 ) -> Any:  # fmt: skip
-    _check(ops, cache, batch, out, layer)
+    check_attention(ops, cache, batch, out, layer)
     if not batch.rows:
         return None
     bits = launch.as_bits
