@@ -103,10 +103,9 @@ def place_of_bit(word, rank):
     """Place of the set bit that has `rank` set bits below it, by bisection; rank < set bits."""
     place = rank * 0
     for log in tl.static_range(5):
-        step: tl.constexpr = 16 >> log
-        below = count_bits((word >> place.to(tl.uint32)) & ((1 << step) - 1))
+        below = count_bits((word >> place.to(tl.uint32)) & ((1 << (16 >> log)) - 1))
         above = rank >= below
-        place = tl.where(above, place + step, place)
+        place = tl.where(above, place + (16 >> log), place)
         rank = tl.where(above, rank - below, rank)
     return place
 
@@ -128,33 +127,22 @@ def ancestor_of_rank(mask, words, rank):
 @triton.jit
 def load_operand(pointer, ok, FULL: tl.constexpr):
     """A tile of bf16 for a matrix product: as it is, or from its bits (int16) as fp32, which is exact."""
-    if FULL:
-        tile = tl.load(pointer)
-    else:
-        tile = tl.load(pointer, mask=ok, other=0)
-    if tile.dtype == tl.int16:
-        operand = bf16_to_f32(tile)
-    else:
-        operand = tile
-    return operand
+    tile = tl.load(pointer) if FULL else tl.load(pointer, mask=ok, other=0)
+    return bf16_to_f32(tile) if tile.dtype == tl.int16 else tile
 
 
 @triton.jit
 def operand_like(bits, tile):
     """bf16 bits as an operand of the type that `tile` has."""
-    if tile.dtype == tl.float32:
-        operand = bf16_to_f32(bits)
-    else:
-        operand = bits.to(tl.bfloat16, bitcast=True)
-    return operand
+    return bf16_to_f32(bits) if tile.dtype == tl.float32 else bits.to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
 def fold_block(query, keys, values, seen, top, total, acc, SCALE: tl.constexpr, PARTS: tl.constexpr, ALL: tl.constexpr):
     """Online softmax over one block of keys `[BN, BD]` for a tile of queries `[BM, BD]`; products of bf16, sums fp32.
 
-    seen: keys that count, `[BN]`; ALL: that is every one. PARTS: bf16 numbers that stand for one weight. One rounds it to
-    the nearest; three are exact, 3 x 8 bits.
+    seen: keys that count, `[BN]`; ALL: that is every one. PARTS: bf16 numbers that stand for one weight. One rounds it
+    to the nearest; three are exact, 3 x 8 bits.
     """
     score = tl.dot(query, tl.trans(keys), input_precision="ieee") * SCALE
     if not ALL:

@@ -27,8 +27,8 @@ PARTS = {"fp32": 3, "bf16": 1}
 class SplitShape:
     """What fixes the bits, and how the kernel is compiled.
 
-    split: keys of a split; keys: of a block; rows: (row, query head) pairs of a tile. All powers of two, the last two at
-    least 16. warps, stages: of a program; programs: of one multiprocessor, which share the work; they fix no bits.
+    split: keys of a split; keys: of a block; rows: (row, query head) pairs of a tile. All powers of two, the last two
+    at least 16. warps, stages: of a program; programs: of one multiprocessor, which share the work; they fix no bits.
     Raises ContractError.
     """
 
