@@ -78,9 +78,7 @@ class Workload:
         self.ops = AttentionOps(draw(total, d.q_heads, d.head_dim), draw(*kv), draw(*kv), cos, sin)
 
     def _batch(self, trees: list[Tree], table: Tensor, slots: list[int]) -> Batch:
-        return build_batch(
-            list(trees), state_slots=slots, page_table=table, page_size=PAGE, device=self.plan.device
-        )
+        return build_batch(list(trees), state_slots=slots, page_table=table, page_size=PAGE, device=self.plan.device)
 
     def _kv_bytes(self) -> int:
         d = self.plan.dims
