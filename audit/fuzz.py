@@ -29,6 +29,7 @@ from audit.fuzz_program import Program
 from audit.fuzz_shrink import shrunk
 from audit.metamorphic import RELATIONS
 from audit.processes import one_thread
+from audit.relation_controls import relation_control
 from audit.render.progress import Progress
 from audit.report import Check, Control, Finding, Report, decide
 from audit.world import DIMS_NANO
@@ -137,7 +138,8 @@ def fuzz(options: FuzzOptions) -> FuzzRun:
     with one_thread():
         relations, found = _relations(options, backend)
         if options.relations:
-            return FuzzRun(_report(options, backend, relations, [], found, started, "relations"))
+            shown = _relation_controls(options, backend, relations)
+            return FuzzRun(_report(options, backend, relations, shown, found, started, "relations"))
         result = _programs(options, database)
         controls = _controls(options, backend) if result.failed is None else []
     checks = _program_checks(result, backend)
@@ -270,6 +272,13 @@ def _relations(options: FuzzOptions, backend: Any) -> tuple[list[Check], list[Fi
     return checks, findings
 
 
+def _relation_controls(options: FuzzOptions, backend: Any, asked: Sequence[Check]) -> list[Control]:
+    """One for each relation that the backend kept: what it keeps, a wrong backend must break."""
+    faults = [f for f in control_faults(complete_surfaces(backend)) if f.fits(backend)]
+    kept = [check.id.removeprefix("relation.") for check in asked if check.status == "pass"]
+    return [relation_control(n, options.backend, faults, options.seed, SHAPES[options.shape]) for n in kept]
+
+
 def _report(
     options: FuzzOptions,
     backend: Any,
@@ -281,7 +290,7 @@ def _report(
 ) -> Report:
     covered = complete_surfaces(backend)
     coverage = {s: "covered" if s in covered else "not covered" for s in SURFACES}
-    verdict, reasons = decide(checks, controls, coverage, controls_required=not options.relations)
+    verdict, reasons = decide(checks, controls, coverage)
     facts = environment()
     return Report(
         verdict=verdict,

@@ -20,6 +20,7 @@ from audit.fuzz_driver import Driver, ProgramError
 from audit.fuzz_judge import MismatchError
 from audit.fuzz_machine import tree_of
 from audit.fuzz_program import Program
+from audit.metamorphic import RELATIONS
 from audit.world import DIMS_NANO, World
 from faults import CATALOGUE
 from lumotree.backends.loader import load_backend
@@ -460,6 +461,23 @@ def test_a_broken_relation_fails_the_run(broken: Path) -> None:
     status = {c.id: c.status for c in report.checks}
     assert status == {"relation.alone": "fail", "relation.chain": "pass"} and report.verdict == "FAIL"
     assert report.findings[0].reproduce == "lumotree-audit fuzz --backend fuzz_nudged:Kernel --relation alone --seed 1"
+
+
+@pytest.mark.parametrize("name", RELATIONS)
+def test_a_relation_alone_passes_only_beside_a_wrong_backend_that_breaks_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    report = fuzz(FuzzOptions(relations=(name,))).report
+    (control,) = report.controls
+    assert report.verdict == "PASS" and control.detected and control.by == f"relation.{name}"
+
+
+def test_a_relation_that_no_wrong_backend_breaks_is_inconclusive(broken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RELATIONS["alone"].__class__, "run", lambda self, *args: [])
+    report = fuzz(FuzzOptions(relations=("alone",))).report
+    assert report.verdict == "INCONCLUSIVE" and report.controls[0].cases == 2
+    assert report.reasons == ("control a known defect under alone was not detected",)
 
 
 @pytest.mark.parametrize(
