@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ def register(commands: Any) -> None:
                      "(repeatable)")  # fmt: skip
     sub.add_argument("--blind", action="store_true", help="only the faults written by somebody who had not read the "
                      "checks")  # fmt: skip
-    sub.add_argument("--list", action="store_true", help="print a line for every fault")
+    sub.add_argument("--list", action="store_true", help="name the faults and run nothing")
     sub.add_argument("--workers", type=natural, default=None, help="worker processes, 0 = this one")
     sub.add_argument("--report", default=None, metavar="DIR", help="write report.json, junit.xml, summary.md and "
                      "matrix.svg there")  # fmt: skip
@@ -47,13 +48,15 @@ def run(args: argparse.Namespace, command: str) -> int:
     from lumotree.errors import InputError
 
     started = time.perf_counter()
-    if args.report:
-        start_report(args.report)
     own = [fault.id for fault in EVERY.values() if fault.blind or not args.blind]
     known = own if args.blind else [*own, *SAMPLER_FAULTS]
     chosen = [name for name in known if not args.only or any(text in name for text in args.only)]
     if not chosen:
         raise InputError(f"--only: no fault's id contains {args.only[0]!r}; for example: {', '.join(known[:3])}")
+    if args.list:
+        return _listed(chosen)
+    if args.report:
+        start_report(args.report)
     plan = Plan(args.backend, args.seed, args.full, max(args.trials, 1), max(args.size_trials, 1), args.quick)
     rows = run_matrix(plan, lambda fault: fault.id in chosen, args.workers) if set(chosen) & set(EVERY) else []
     if sampled := [name for name in chosen if name in SAMPLER_FAULTS]:
@@ -62,6 +65,23 @@ def run(args: argparse.Namespace, command: str) -> int:
     if args.report:
         write_report(report, args.report)
         write_atomically({Path(args.report) / MATRIX: matrix_svg(rows).encode()})
-    print_matrix(rows, every=args.list)
+    print_matrix(rows)
     print_report(report)
     return report.exit_code
+
+
+def _listed(chosen: Sequence[str]) -> int:
+    """One line a fault: id, sizes if it has any, statement."""
+    from rich.console import Console
+    from rich.text import Text
+
+    from faults import EVERY
+    from faults.sampler import SAMPLER_FAULTS
+
+    out = Console()
+    for name in chosen:
+        knob = EVERY[name].knob if name in EVERY else None
+        sizes = f" ({knob.unit}: {', '.join(f'{x:g}' for x in knob.sizes)})" if knob else ""
+        statement = EVERY[name].statement if name in EVERY else SAMPLER_FAULTS[name].statement
+        out.print(Text(f"{name}: {statement}{sizes}"), highlight=False, soft_wrap=True)
+    return 0

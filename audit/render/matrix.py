@@ -25,11 +25,8 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def print_matrix(rows: Sequence[Row], console: Console | None = None, every: bool = False) -> None:
-    """Counts by surface (those written blind apart), what each check catches, sizes, and whatever was not caught.
-
-    every: one line a fault too.
-    """
+def print_matrix(rows: Sequence[Row], console: Console | None = None) -> None:
+    """Counts by surface (those written blind apart), what each check catches, sizes, and whatever was not caught."""
     out = console or Console()
     out.print(_states(rows))
     out.print()
@@ -37,7 +34,7 @@ def print_matrix(rows: Sequence[Row], console: Console | None = None, every: boo
     if any(r.rates and r.rates[0].size is not None for r in rows if r.surface != "sampler"):
         out.print()
         out.print(_sizes(rows))
-    left = rows if every else [r for r in rows if r.state not in ("Caught", "Equivalent") or r.note]
+    left = [r for r in rows if r.state not in ("Caught", "Equivalent") or r.note]
     if left:
         out.print()
         out.print(_faults(left))

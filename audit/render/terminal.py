@@ -17,12 +17,12 @@ from audit.render.diagnosis import print_diagnoses
 from audit.render.progress import Progress
 from audit.render.sampler import STEPS_LEGEND
 from audit.render.sampler import tables as sampler_tables
-from audit.render.text import advice, controls_seen, count, headline, last_lines, number, outcome, place
+from audit.render.text import advice, controls_seen, count, first_of, headline, last_lines, number, outcome, place
 from audit.report import Check, Control, Finding, Report
 
 __all__ = ["MAX_FINDINGS", "Progress", "print_report"]
 
-#: More findings than this stay in report.json only.
+#: Findings of more checks than this stay in report.json only.
 MAX_FINDINGS = 5
 
 #: Part of a check's id -> the line that it is merged into when it passed.
@@ -213,16 +213,30 @@ def _control_style(control: Control) -> str:
 
 
 def _print_findings(out: Console, report: Report, limit: int) -> None:
-    for finding in report.findings[:limit]:
+    """One paragraph a check: how much is outside, the first place and the command that shows it."""
+    groups: dict[str, list[Finding]] = {}
+    for finding in report.findings:
+        groups.setdefault(finding.check, []).append(finding)
+    for check, found in list(groups.items())[:limit]:
         out.print()
-        where = ", ".join(part for part in (finding.case, place(finding)) if part)
-        _say(out, f"{finding.check}: {where}: {number(finding.got)}, allowed {number(finding.allowed)}", "red")
-        _print_command(out, finding)
-    more = len(report.findings) - limit
+        first = first_of(found)
+        where = ", ".join(part for part in (first.case, place(first)) if part)
+        _say(out, f"{check}: {_extent(report, check, found)}", "red")
+        _say(out, f"  first in {where}: {number(first.got)}, allowed {number(first.allowed)}")
+        _print_command(out, first)
+    more = len(groups) - limit
     if more > 0:
-        _say(out, f"{more} more findings in report.json (--report DIR)")
+        _say(out, f"findings of {more} more checks in report.json (--report DIR)")
     if report.findings:
         out.print()
+
+
+def _extent(report: Report, check: str, found: list[Finding]) -> str:
+    """How many cells are outside, as far as a check says so, else how many findings there are; and the worst."""
+    line = next((c for c in report.checks if c.id == check), None)
+    counted = line.note if line and line.note.endswith("cells outside") else ""
+    worst = f", worst {number(line.worst_ratio)} x bound" if line and line.worst_ratio is not None else ""
+    return (counted or ("1 finding" if len(found) == 1 else f"{len(found)} findings")) + worst
 
 
 def _print_command(out: Console, finding: Finding) -> None:

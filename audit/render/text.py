@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import isfinite, isnan
 from pathlib import PurePath
 
@@ -31,6 +32,13 @@ def place(finding: Finding) -> str:
     """Return where a finding is, naming only the indices that apply: `request 0, layer 3, row 12`."""
     parts = [(name, getattr(finding, name)) for name in ("request", "layer", "row", "head")]
     return ", ".join(f"{name} {value}" for name, value in parts if value is not None)
+
+
+def first_of(findings: Sequence[Finding]) -> Finding:
+    """The finding of the case that came first whose row comes first: parents stand before children."""
+    case = findings[0].case
+    own = [f for f in findings if f.case == case]
+    return min(own, key=lambda f: tuple(-1 if x is None else x for x in (f.request, f.row, f.layer, f.head)))
 
 
 def outcome(control: Control) -> str:

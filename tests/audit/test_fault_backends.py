@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from audit import fault_backends
+from audit import cli, fault_backends
 from audit.fault_backends import add_row, main, table_row
 from audit.fault_cases import ladder
 from audit.fault_matrix import Cases, Plan, Row, audit_fault
-from faults import BLIND, CATALOGUE, Faulty
+from faults import BLIND, CATALOGUE, EVERY, Faulty
+from faults.sampler import SAMPLER_FAULTS
 from lumotree.backends.torch_backend import TorchBackend
 
 INNER = TorchBackend()
@@ -49,6 +50,16 @@ def test_a_quick_run_asks_everything_before_it_says_missed_or_not_reached() -> N
     for wrap, state in ((noted, "Missed"), (Faulty, "NotReached")):
         found = audit_fault(INNER, replace(fault, wrap=wrap), cases, QUICK)
         assert found.state == state and {"conv.chain", "conv.five_and_idle", "conv.out.bitwise"} <= set(found.checks)
+
+
+def test_a_list_names_faults_and_sizes_and_runs_nothing(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr("audit.fault_matrix.run_matrix", None)
+    assert cli.main(["faults", "--list", "--only", "short_from.gdn", "--only", "wrong_parent"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "short_from.gdn: the last row of a path of so many rows or more is not published (rows: 3, 4, 5, 6)" in lines
+    assert sum(line.startswith("wrong_parent.") for line in lines) == 3 == len(lines) - 1
+    assert cli.main(["faults", "--list"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == len(EVERY) + len(SAMPLER_FAULTS)
 
 
 def test_a_line_counts_states_in_order_and_names_verdict_and_versions() -> None:

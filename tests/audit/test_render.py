@@ -37,7 +37,17 @@ MISSED = Control("state not published", "detected", False, None, 0.5, 24)
 HARMLESS = Control("poisoned inactive rows", "harmless", False, None, None, 24)
 FLAGGED = replace(HARMLESS, detected=True, by="gdn.state", ratio=3.0)
 COMMAND = "lumotree-audit check --backend mypackage.kernels:Backend --case hydra27/set2/layer3 --path 0,1,2 --seed 31"
+
+
+def finding(check: str, row: int, case: str = "hydra27/set2") -> Finding:
+    return Finding(check, case, COMMAND, request=0, layer=3, row=row, got=INF, allowed=0.0)
+
+
 FINDING = Finding("conv.state", "hydra27/set2", COMMAND, request=0, layer=3, row=12, got=INF, allowed=0.0)
+
+
+#: Two places in each of seven checks.
+MANY = tuple(finding(f"conv.state{n}", row) for n in ("", *"123456") for row in (14, 12))
 
 
 def make_report(
@@ -79,7 +89,7 @@ LONG = Check(
 )
 REPORTS = {
     "PASS": make_report((GOOD, PAIRED, LONG)),
-    "FAIL": make_report((GOOD, BAD, OPEN), (SEEN, MISSED), findings=(FINDING,) * 7, warnings=("another [cpu] " * 9,)),
+    "FAIL": make_report((GOOD, BAD, OPEN), (SEEN, MISSED), findings=MANY, warnings=("another [cpu] " * 9,)),
     "INCONCLUSIVE": make_report((GOOD, OPEN), (SEEN, MISSED, FLAGGED)),
 }
 
@@ -159,13 +169,25 @@ def test_a_pass_with_a_long_suite_keeps_its_numbers_at_80_columns() -> None:
     assert len(last) <= 80 and last.endswith("1/1 controls")
 
 
-def test_a_fail_shows_five_findings_with_their_commands() -> None:
+def test_a_fail_shows_the_findings_of_five_checks_with_their_commands() -> None:
     text = printed(REPORTS["FAIL"])
-    assert text.count("request 0, layer 3, row 12: inf, allowed 0") == 5
-    assert "2 more findings in report.json" in text
+    assert text.count("  first in hydra27/set2, request 0, layer 3, row 12: inf, allowed 0") == 5
+    assert "row 14" not in text and "conv.state: 2 findings, worst inf x bound\n" in text
+    assert "findings of 2 more checks in report.json" in text
     assert text.splitlines()[-1] == "FAIL  torch  27B hydra27  1 of 3 checks failed: conv.state"
     joined = text.replace(" \\\n    ", " ")
     assert f"  {FINDING.reproduce}\n" in joined  # the backslash lines paste as one command
+
+
+def test_findings_of_a_check_are_one_paragraph_with_the_count_the_worst_and_the_first_place() -> None:
+    found = [finding("conv.state", row, case) for case, row in (("b", 9), ("b", 4), ("a", 0), ("b", 4))]
+    bad = replace(BAD, worst_ratio=41.5, note="312 of 2688 cells outside")
+    text = printed(make_report((GOOD, bad), findings=tuple(found)))
+    assert text.count("conv.state: 312 of 2688 cells outside, worst 41.5 x bound\n") == 1
+    assert text.count("first in") == 1 and "  first in b, request 0, layer 3, row 4: inf, allowed 0\n" in text
+    assert all(len(line) <= 80 for line in text.splitlines())
+    alone = printed(make_report((GOOD, replace(bad, worst_ratio=None, note="")), findings=(found[2],)))
+    assert "\nconv.state: 1 finding\n  first in a, " in alone
 
 
 @pytest.mark.parametrize("command", ["A=1 run | tee log", 'run "$X"', "run 'unclosed"])
