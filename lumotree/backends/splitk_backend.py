@@ -52,14 +52,11 @@ class SplitKAttentionBackend(TritonBackend):
 
     def allocate(self, dims: Dims, limits: Limits, device: torch.device) -> SplitKWorkspace:
         """All scratch of verification and publication; the one-token step allocates its own."""
+        base = super().allocate(dims, limits, device)
         words = -(-min(limits.rows, self.contract.max_rows) // WORD)
-        scratch = self._scratch(limits.requests, limits.rows, dims.q_heads, dims.head_dim, words, self.max_keys, device)
-        return SplitKWorkspace(**vars(super().allocate(dims, limits, device)), split=scratch)
-
-    def _scratch(
-        self, requests: int, rows: int, q_heads: int, head_dim: int, words: int, keys: int, device: torch.device
-    ) -> SplitScratch:
-        return SplitScratch.make(requests, rows, q_heads, head_dim, words, self.shape.splits(keys), device)
+        sizes = (limits.rows, dims.q_heads, dims.head_dim, words, self.shape.splits(self.max_keys))
+        launch.check_memory("split-K attention workspace", SplitScratch.size(*sizes), device)
+        return SplitKWorkspace(**vars(base), split=SplitScratch.make(limits.requests, *sizes, device))
 
     def attention_verify(
         self, ops: AttentionOps, cache: KVCache, batch: Batch, ws: TritonWorkspace, out: Tensor, layer: int
@@ -74,8 +71,9 @@ class SplitKAttentionBackend(TritonBackend):
         super().native_step(replace(ops, attention=None), pools, batch, out, layer)
         if ops.attention is not None and out.attention is not None:
             q_heads, head_dim = ops.attention.q.shape[1:]
-            reach = batch.page_table.shape[1] * batch.page_size
-            scratch = self._scratch(batch.requests, batch.rows, q_heads, head_dim, 1, reach, out.attention.device)
+            splits = self.shape.splits(batch.page_table.shape[1] * batch.page_size)
+            sizes = (batch.requests, batch.rows, q_heads, head_dim, 1, splits)
+            scratch = SplitScratch.make(*sizes, out.attention.device)
             self._attend(ops.attention, pools.cache, batch, scratch, out.attention, layer, tree=False)
 
     def _attend(

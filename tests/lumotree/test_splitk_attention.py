@@ -13,7 +13,8 @@ from torch import Tensor
 from lumotree.backends.batch import build_batch, flat_slots
 from lumotree.backends.protocol import AttentionOps, Batch, Limits, StepOps, StepOut
 from lumotree.backends.splitk_backend import SplitKAttentionBackend
-from lumotree.contract import DIMS_TINY, Contract, Dims
+from lumotree.backends.triton_backend import TritonBackend
+from lumotree.contract import DIMS_27B, DIMS_TINY, Contract, Dims
 from lumotree.errors import BackendError, ContractError
 from lumotree.reference.oracle_tokens import attention_oracle
 from lumotree.state import KVCache, Pools
@@ -308,8 +309,10 @@ def test_batches_that_do_not_fit_the_workspace_are_refused() -> None:
 
 def test_a_workspace_that_the_card_has_no_room_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 20, 80 << 30))
-    with pytest.raises(BackendError, match=r"split-K attention workspace: expected [\d,]+ MiB of free memory"):
-        SplitScratch.make(1, 32, 24, 256, 1, 128, torch.device("cuda", 0))
+    monkeypatch.setattr(TritonBackend, "allocate", lambda self, dims, limits, device: None)
+    backend = SplitKAttentionBackend(shape=SplitShape(), max_keys=1 << 17)
+    with pytest.raises(BackendError, match="split-K attention workspace: expected 97 MiB of free memory on cuda:0"):
+        backend.allocate(DIMS_27B, Limits(1, 32, 12, 2, 1), torch.device("cuda", 0))
 
 
 @pytest.mark.gpu

@@ -10,6 +10,12 @@ A pair's bits depend on its own query and keys alone. Cuts are positions, and do
 the number of programs; a tile has one shape, so that an element of a matrix product is the same sum wherever in the
 tile it stands; a key has the place in its block that its position gives it, whether it is a candidate or committed.
 So a one-token step, for which the ancestors are prefix, computes the same partial results.
+
+The error is within `lumotree.reference.bounds`: a weight is rescaled once for each later block of its split and once
+when splits are combined, by nothing where there is one split, which is no more than one exp for each SOFTMAX_BLOCK of
+16 keys; the exponents still add up to the spread of the scores; and the splits' sums are another order of the same
+terms. That bound is for sums in fp32. How a matrix unit rounds within one step is not documented, so on a card it is
+the component audit and the bench that show it, not a derivation.
 """
 
 import triton
@@ -70,7 +76,7 @@ def place_rows(
     to = ((layer.to(tl.int64) * flat_slots + tl.load(row_slot + row)) * KH + head) * DIM + dim
     tl.store(cache_k + to, rotate(k + source, dim, cos, sin, place, ok, ROTARY), mask=ok)
     tl.store(cache_v + to, tl.load(v + source + dim, mask=ok, other=0), mask=ok)
-    for member in range(GROUP):
+    for member in tl.static_range(GROUP):
         at = (row.to(tl.int64) * QH + head * GROUP + member) * DIM
         tl.store(query + at + dim, rotate(q + at, dim, cos, sin, place, ok, ROTARY), mask=ok)
     if head == 0:

@@ -87,11 +87,15 @@ class SplitScratch:
     acc: Tensor
 
     @staticmethod
-    def make(requests: int, rows: int, q_heads: int, head_dim: int, words: int, splits: int, device: torch.device,
-             ) -> SplitScratch:  # fmt: skip
-        """Uninitialised. Raises BackendError when the card has no room."""
-        size = 4 * rows * q_heads * splits * (head_dim + 2) + 2 * rows * q_heads * head_dim + 4 * rows * (words + 1)
-        launch.check_memory("split-K attention workspace", size, device)
+    def size(rows: int, q_heads: int, head_dim: int, words: int, splits: int) -> int:
+        """Bytes of everything but the requests' totals."""
+        return 4 * rows * q_heads * splits * (head_dim + 2) + 2 * rows * q_heads * head_dim + 4 * rows * (words + 1)
+
+    @staticmethod
+    def make(
+        requests: int, rows: int, q_heads: int, head_dim: int, words: int, splits: int, device: torch.device
+    ) -> SplitScratch:
+        """Uninitialised."""
 
         def empty(dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
