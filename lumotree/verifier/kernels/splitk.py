@@ -179,7 +179,7 @@ def find_request(items, requests, item):
 
 @triton.jit(
     do_not_specialize=(
-        "layer", "flat_slots", "words", "requests", "page_size", "max_pages", "split", "splits",
+        "layer", "flat_slots", "words", "requests", "max_pages", "split", "splits",
     ),
     do_not_specialize_on_alignment=(
         "mask", "keys", "items", "active", "cu_rows", "prefix_len", "page_table", "row_slot",
@@ -188,12 +188,13 @@ def find_request(items, requests, item):
 def split_keys(
     query, cache_k, cache_v, mask, keys, items, top_of, total_of, acc_of,
     active, cu_rows, prefix_len, page_table, row_slot,
-    layer, flat_slots, words, requests, page_size, max_pages, split, splits,
+    layer, flat_slots, words, requests, max_pages, split, splits,
     QH: tl.constexpr, KH: tl.constexpr, DIM: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    PARTS: tl.constexpr,
+    PARTS: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """Any number of programs share the items. A request's come as (split of the prefix, KV head, tile), the tiles that
-    read the same keys next to each other, then (split behind them, row, KV head). `split` is a multiple of BN.
+    read the same keys next to each other, then (split behind them, row, KV head). `split` is a multiple of BN. PAGE is
+    fixed when compiled, so that no thread divides each key's position by a variable.
     """
     GROUP: tl.constexpr = QH // KH
     FULL: tl.constexpr = DIM == BD
@@ -231,8 +232,8 @@ def split_keys(
         plane = layer.to(tl.int64) * flat_slots
         for start in range(begin, even, BN):
             index = start + offset
-            page = tl.load(page_table + request * max_pages + index // page_size)
-            flat = (page * page_size + index % page_size).to(tl.int64)
+            page = tl.load(page_table + request * max_pages + index // PAGE)
+            flat = (page * PAGE + index % PAGE).to(tl.int64)
             tile = (((plane + flat) * KH + head) * DIM)[:, None] + dim[None, :]
             k = load_operand(cache_k + tile, (dim < DIM)[None, :], FULL)
             v = load_operand(cache_v + tile, (dim < DIM)[None, :], FULL)
@@ -240,11 +241,11 @@ def split_keys(
         for start in range(even, stop, BN):
             index = start + offset
             committed = index < prefix
-            page = tl.load(page_table + request * max_pages + index // page_size, mask=committed, other=0)
+            page = tl.load(page_table + request * max_pages + index // PAGE, mask=committed, other=0)
             above = ancestor_of_rank(mask + row.to(tl.int64) * words, words, index - prefix)
             # The row itself stands behind its ancestors, and in for keys that do not count: it is never poison.
             candidate = tl.load(row_slot + tl.where(above >= 0, base + above, row))
-            flat = tl.where(committed, page * page_size + index % page_size, candidate).to(tl.int64)
+            flat = tl.where(committed, page * PAGE + index % PAGE, candidate).to(tl.int64)
             tile = (((plane + flat) * KH + head) * DIM)[:, None] + dim[None, :]
             k = load_operand(cache_k + tile, (dim < DIM)[None, :], FULL)
             v = load_operand(cache_v + tile, (dim < DIM)[None, :], FULL)

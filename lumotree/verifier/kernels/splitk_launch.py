@@ -148,7 +148,8 @@ def forward(
     """Outputs bf16 `[T, Hq, dh]` of all active rows; of the cache, only these rows' own slots are written.
 
     tree False: one token of each request, its ancestors are committed. Returns the two kernels whose bits rest on there
-    being one of each per model (None under the interpreter). Raises ContractError or BackendError before it launches.
+    being one of each per model and page size (None under the interpreter). Raises ContractError or BackendError before
+    it launches.
     """
     check_attention(ops, cache, batch, out, layer)
     flat_slots, heads, dim = cache.k.shape[1:]
@@ -171,8 +172,8 @@ def forward(
     split = split_keys[(_programs(shape, out.device),)](
         *(_operand(x) for x in (scratch.query, cache.k, cache.v)), scratch.mask, scratch.keys, scratch.items, *partial,
         active, batch.cu_rows, batch.prefix_len, batch.page_table, batch.row_slot,
-        layer, flat_slots, words, batch.requests, batch.page_size, batch.page_table.shape[1], shape.split, splits,
-        BN=shape.keys, PARTS=PARTS[probs], **model,
+        layer, flat_slots, words, batch.requests, batch.page_table.shape[1], shape.split, splits,
+        BN=shape.keys, PARTS=PARTS[probs], PAGE=batch.page_size, **model,
         num_warps=shape.warps, num_stages=shape.stages, enable_fp_fusion=False,
     )  # fmt: skip
     model.pop("KH"), model.pop("BM")
