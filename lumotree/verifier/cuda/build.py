@@ -24,9 +24,12 @@ MODES = {"verify": 0, "publish": 1, "native": 2}
 
 @dataclass(frozen=True)
 class Tile:
-    """Work of a block. Value rows: 4 * slabs * warps; stack: pending states in shared memory; stage: rows at once.
+    """Work of a block. Value rows: 4 * slabs * warps; stack: states in shared memory, pending or on their way; stage: rows
+    at once.
 
-    resident: blocks that must fit a multiprocessor's registers.
+    resident: blocks that must fit a multiprocessor's registers. part: tiles of a key head that share a publication's
+    prepared keys. planner: whether a warp of its own plans a verification's walk. lean: one pass of a verification's
+    operands in registers at a time.
     """
 
     slabs: int
@@ -34,6 +37,9 @@ class Tile:
     stack: int
     stage: int
     resident: int = 1
+    part: int = 1
+    planner: bool = True
+    lean: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,8 +59,8 @@ class Spec:
         t = self.tile
         named = {
             "HK": self.hk, "HV": self.hv, "DK": self.dk, "DV": self.dv, "SLABS": t.slabs, "WARPS": t.warps,
-            "STACK": t.stack, "STAGE": t.stage, "RESIDENT": t.resident, "VECTOR": int(self.vector),
-            "MODE": MODES[self.mode],
+            "STACK": t.stack, "STAGE": t.stage, "RESIDENT": t.resident, "PART": t.part, "PLANNER": int(t.planner),
+            "LEAN": int(t.lean), "VECTOR": int(self.vector), "MODE": MODES[self.mode],
         }  # fmt: skip
         return [*(f"-D{name}={value}" for name, value in named.items()), f"-DSCALE={self.dk**-0.5:.9g}f"]
 
@@ -70,14 +76,26 @@ class Spec:
         return self.hk * -(-slabs // (self.tile.slabs * self.tile.warps))
 
     @property
+    def parts(self) -> int:
+        """Parts of one request and layer in a publication; mirrors PARTS in replay.h."""
+        return self.hk * -(-self.blocks // self.hk // self.tile.part)
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 32 * (self.tile.warps + (self.mode == "verify" and self.tile.planner))
+
+    @property
     def state_bytes(self) -> int:
         """Bytes of one block's states."""
         return self.tile.warps * self.tile.slabs * self.chunks * 512
 
     def shared_bytes(self, capacity: int) -> int:
-        """Dynamic shared memory of a block that walks up to `capacity` rows; mirrors `carve` in gdn.cu."""
+        """Dynamic shared memory of a block that walks up to `capacity` rows; mirrors `carve` and `carve_replay`."""
         t, ratio, head_slabs = self.tile, self.hv // self.hk, -(-self.dv // 4)
         block_slabs = t.slabs * t.warps
+        if self.mode == "publish":
+            return t.stack * self.state_bytes + t.stage * (128 * self.chunks + 32 * block_slabs + 8 * ratio)
         heads = min((block_slabs + head_slabs - 2) // head_slabs + 1, ratio)
         scratch = -(-16 * capacity // 16) * 16
         staged = t.stage * (2 * 128 * self.chunks + 16 * block_slabs + 8 * heads + 4)
@@ -120,7 +138,7 @@ class GpuKernel(Kernel):
             module = _ask("load gdn.cu", self._driver.cuModuleLoadData(cubin))
             self._function = _ask("find gdn_walk", self._driver.cuModuleGetFunction(module, b"gdn_walk"))
         self._shared_limit = 48 << 10
-        self.threads = 32 * (spec.tile.warps + (spec.mode == "verify"))
+        self.threads = spec.threads
 
     def launch(self, grid: tuple[int, int, int], shared_bytes: int, arguments: ctypes.Structure) -> None:
         """Launch on torch's current stream; the next such launch may overlap its end."""
@@ -175,7 +193,7 @@ def compile_cubin(spec: Spec, architecture: str) -> bytes:
             f"cuda: NVRTC, the run-time compiler, is missing ({error}); install lumotree-audit[cuda], or use --backend "
             "triton"
         ) from error
-    options = [f"--gpu-architecture={architecture}", "--std=c++17", "--fmad=false", *spec.defines()]
+    options = [f"--include-path={FOLDER}", f"--gpu-architecture={architecture}", "--std=c++17", "--fmad=false", *spec.defines()]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
     if int(status):
         size = _ask("read the log", nvrtc.nvrtcGetProgramLogSize(program))
@@ -216,8 +234,8 @@ def _emulated_library(spec: Spec) -> Path:
             "one, or use --backend triton"
         )
     digest = hashlib.sha256("\0".join(spec.defines()).encode())
-    for name in ("gdn.cu", "emulation.h", "emulate.cpp"):
-        digest.update((FOLDER / name).read_bytes())
+    for source in sorted(p for pattern in ("*.cu", "*.h", "*.cpp") for p in FOLDER.glob(pattern)):
+        digest.update(source.read_bytes())
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lumotree-audit"
     target = cache / f"gdn-{digest.hexdigest()[:24]}.so"
     if not target.exists():

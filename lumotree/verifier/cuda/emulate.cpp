@@ -6,5 +6,5 @@ static Args arguments;
 
 extern "C" void emulate(int x, int y, int z, int shared_bytes, const Args *args) {
     arguments = *args;
-    run_grid({x, y, z}, THREADS + (MODE == VERIFY ? 32 : 0), shared_bytes, [] { gdn_walk(arguments); });
+    run_grid({x, y, z}, THREADS + PLANNERS, shared_bytes, [] { gdn_walk(arguments); });
 }

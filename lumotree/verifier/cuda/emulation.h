@@ -86,12 +86,14 @@ inline const unsigned *gather(unsigned mine) {
     return seen;
 }
 
+inline void __syncwarp() { gather(0); }
 inline float __uint_as_float(unsigned x) { float y; std::memcpy(&y, &x, 4); return y; }
 inline unsigned __float_as_uint(float x) { unsigned y; std::memcpy(&y, &x, 4); return y; }
 inline int lane_id() { return emulated.running % 32; }
 inline float __shfl_xor_sync(unsigned, float x, int mask) {
     return __uint_as_float(gather(__float_as_uint(x))[lane_id() ^ mask]);
 }
+inline float __shfl_sync(unsigned, float x, int lane) { return __uint_as_float(gather(__float_as_uint(x))[lane & 31]); }
 inline unsigned __shfl_sync(unsigned, unsigned x, int lane) { return gather(x)[lane & 31]; }
 inline int __shfl_sync(unsigned, int x, int lane) { return (int)gather((unsigned)x)[lane & 31]; }
 inline unsigned __ballot_sync(unsigned, bool x) {

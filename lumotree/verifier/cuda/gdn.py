@@ -25,7 +25,7 @@ _POINTERS = (
     "q", "k", "v", "a", "b", "a_log", "dt_bias", "pool", "spill", "out", "rec_k", "rec_v", "rec_a", "rec_b",
     "rec_a_log", "rec_dt_bias", "state_slot", "cu_rows", "parent", "active", "accepted_rows", "accepted_length",
 )  # fmt: skip
-_INTEGERS = ("layer", "slots", "rec_rows", "accepted_width", "capacity", "requests", "tiles")
+_INTEGERS = ("layer", "slots", "rec_rows", "accepted_width", "capacity", "requests", "parts")
 
 
 class Arguments(ctypes.Structure):
@@ -53,8 +53,8 @@ def multiprocessors(device: torch.device) -> int:
 #: warp's own parallelism counts; "verify_many" for larger ones, where blocks share a multiprocessor.
 _TILES = {
     "verify": Tile(3, 4, 3, 32, 1),
-    "verify_many": Tile(3, 4, 3, 32, 2),
-    "publish": Tile(3, 4, 1, 16, 4),
+    "verify_many": Tile(3, 8, 1, 32, 2, planner=False, lean=True),
+    "publish": Tile(3, 4, 1, 16, 3, part=8),
     "native": Tile(3, 4, 0, 8, 1),
 }
 
@@ -91,8 +91,9 @@ def allocate_spill(dims: Dims, limits: Limits, device: torch.device) -> Tensor:
     crowded = few.blocks * limits.requests > multiprocessors(device)
     for found in (many if crowded else few, spec("publish", *shape), spec("native", *shape)):
         kernel(found, device)
-    states = max(spill_states(found, limits.rows) for found in (few, many))
-    elements = max(found.blocks * found.state_bytes // 4 for found in (few, many))
+    walks = (few, many) if crowded else (few,)  # a crowded workspace serves small batches, too
+    states = max(spill_states(found, limits.rows) for found in walks)
+    elements = max(found.blocks * found.state_bytes // 4 for found in walks)
     launch.check_memory("spill", 4 * states * elements, device)
     return torch.zeros((states, elements), dtype=torch.float32, device=device)
 
@@ -131,10 +132,10 @@ def _run(
     arguments.layer, arguments.slots, arguments.capacity = layer, slots, capacity
     arguments.rec_rows = record[0].shape[1] if record else operands[1].shape[-3]
     arguments.accepted_width = accepted.rows.shape[1] if accepted is not None else 0
-    arguments.requests, arguments.tiles = batch.requests, found.blocks * batch.requests * layers
+    arguments.requests, arguments.parts = batch.requests, found.parts * batch.requests * layers
     grid = (found.blocks, batch.requests, layers)
     if mode == "publish":
-        grid = (min(arguments.tiles, found.tile.resident * multiprocessors(pool.device)), 1, 1)
+        grid = (min(arguments.parts, found.tile.resident * multiprocessors(pool.device)), 1, 1)
     shared = found.shared_bytes(capacity)
     if mode == "verify" and small:
         # A second block on a multiprocessor would leave another one idle.
