@@ -119,6 +119,7 @@ def test_every_path_of_hydra27_has_the_bits_of_the_chain() -> None:
         (replace(SMALL, hk=1, hv=1, dk=130, dv=8), ["star:4"], 1),
         (replace(SMALL, hk=1, hv=1, dk=10, dv=6), ["comb:3"], 1),
         (replace(SMALL, hk=2, hv=4, dk=8, dv=100), [None, "comb:5", "chain:18", "mtp5"], 1),
+        (replace(SMALL, hk=1, hv=1, dk=8, dv=400), ["chain:17"], 1),
     ],
 )
 def test_sizes_and_batches(dims: Dims, trees: list[str | None], leaves: int) -> None:
@@ -127,7 +128,8 @@ def test_sizes_and_batches(dims: Dims, trees: list[str | None], leaves: int) -> 
 
 def test_trees_beyond_one_stage_and_beyond_the_stack() -> None:
     case = Case(replace(SMALL, hv=1, dv=4), [named("binary:6"), named("comb:9")])
-    assert case.ws.gdn.cut.shape[0] == case.batch.rows // (11 if DEVICE.type == "cpu" else 47)  # a small or a large grid
+    many = DEVICE.type == "cpu"  # where two blocks are a large grid, whose stack is shorter
+    assert case.ws.gdn.cut.shape[0] == case.batch.rows // (11 if many else 47)
     assert_bitwise(case, 3)
     assert_bitwise(Case(replace(SMALL, hv=1, dv=4), [named("chain:70")]))
 
@@ -153,6 +155,26 @@ def test_against_float64() -> None:
 def test_nothing_accepted_changes_nothing() -> None:
     case = Case(SMALL, [named("mtp5"), None])
     assert torch.equal(bits(case.published(0, ())), bits(case.pool))
+
+
+def test_every_tile_of_the_table_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    trees = [named("comb:5"), None, named("chain:18")]
+    path, results = tuple(range(18)), []
+    for use in ("verify", "verify_many"):
+        monkeypatch.setitem(gdn._TILES, "verify_many", gdn._TILES[use])
+        gdn.spec.cache_clear()
+        case = Case(replace(SMALL, hk=1, hv=2, dk=8, dv=28), trees)
+        results.append((bits(case.out[case.batch.active]), bits(case.published(2, path)), bits(case.ws.gdn.v)))
+    gdn.spec.cache_clear()
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(("dv", "parts"), [(128, 1), (20, 1), (400, 2)])
+def test_parts_cover_a_key_head(dv: int, parts: int) -> None:
+    found = gdn.spec("publish", 2, 2, 128, dv, True, DEVICE)
+    assert found.parts == 2 * parts
+    assert found.tile.part * parts * found.tile.slabs * found.tile.warps * 4 >= dv
 
 
 def test_operands_that_start_anywhere() -> None:

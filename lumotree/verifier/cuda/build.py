@@ -24,12 +24,11 @@ MODES = {"verify": 0, "publish": 1, "native": 2}
 
 @dataclass(frozen=True)
 class Tile:
-    """Work of a block. Value rows: 4 * slabs * warps; stack: states in shared memory, pending or on their way; stage: rows
-    at once.
+    """Work of a block. Value rows: 4 * slabs * warps; stage: rows at once.
 
-    resident: blocks that must fit a multiprocessor's registers. part: tiles of a key head that share a publication's
-    prepared keys. planner: whether a warp of its own plans a verification's walk. lean: one pass of a verification's
-    operands in registers at a time.
+    stack: states in shared memory, pending or on their way. resident: blocks that must fit a multiprocessor's registers.
+    part: tiles of a key head that share a publication's prepared keys. planner: whether a warp of its own plans a
+    verification's walk. lean: one pass of a verification's operands in registers at a time.
     """
 
     slabs: int
@@ -193,7 +192,8 @@ def compile_cubin(spec: Spec, architecture: str) -> bytes:
             f"cuda: NVRTC, the run-time compiler, is missing ({error}); install lumotree-audit[cuda], or use --backend "
             "triton"
         ) from error
-    options = [f"--include-path={FOLDER}", f"--gpu-architecture={architecture}", "--std=c++17", "--fmad=false", *spec.defines()]
+    options = [f"--gpu-architecture={architecture}", "--std=c++17", "--fmad=false", f"--include-path={FOLDER}"]
+    options += spec.defines()
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
     if int(status):
         size = _ask("read the log", nvrtc.nvrtcGetProgramLogSize(program))

@@ -40,7 +40,7 @@ template <int mode> __device__ inline long long operand_row(const Block &b, cons
     return b.base + (mode == VERIFY && order ? order[i] & ROW : i);
 }
 
-// Passes whose reductions overlap, which takes registers. A lean block has one, and fetches the next when this one is done.
+// Passes whose reductions overlap, which takes registers. A lean block has one, and fetches the next when it is done.
 constexpr int GROUP = KEY_PASSES % 2 || LEAN ? 1 : 2;
 
 template <int mode>
