@@ -26,9 +26,9 @@ MODES = {"verify": 0, "publish": 1, "native": 2}
 class Tile:
     """Work of a block. Value rows: 4 * slabs * warps; stage: rows at once.
 
-    stack: states in shared memory, pending or on their way. resident: blocks that must fit a multiprocessor's registers.
-    part: tiles of a key head that share a publication's prepared keys. planner: whether a warp of its own plans a
-    verification's walk. lean: one pass of a verification's operands in registers at a time.
+    stack: states in shared memory, pending or on their way. resident: blocks that must fit a multiprocessor's
+    registers. part: tiles of a key head that share a publication's prepared keys. planner: whether a warp of its own
+    plans a verification's walk. lean: one pass of a verification's operands in registers at a time.
     """
 
     slabs: int
