@@ -347,6 +347,6 @@ def test_a_captured_graph_serves_other_trees_and_lengths() -> None:
 
 
 def test_tiles_need_no_more_than_they_say() -> None:
-    assert SplitShape().shared_bytes(256) == 2 * (64 + 2 * 64) * 256
+    assert SplitShape().shared_bytes(256) == 2 * (128 + 2 * 64) * 256
     assert SplitShape().splits(1025) == 2
     assert launch.MAX_HEAD_DIM > splitk_launch.MAX_HEAD_DIM

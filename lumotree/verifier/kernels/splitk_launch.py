@@ -34,8 +34,8 @@ class SplitShape:
 
     split: int = 1024
     keys: int = 64
-    rows: int = 64
-    warps: int = 4
+    rows: int = 128
+    warps: int = 8
     stages: int = 3
     programs: int = 1
 
