@@ -21,6 +21,7 @@ from audit.runner import default_workers
 from audit.scene import scene_of
 from faults import EVERY, Fault, Scene
 from lumotree.backends.loader import load_backend
+from lumotree.backends.protocol import complete_surfaces
 from lumotree.contract import Contract
 
 #: Probability with which a size must be seen to count as detected, and runs that decide it.
@@ -132,6 +133,9 @@ def audit_fault(backend: Any, fault: Fault, cases: Cases, plan: Plan) -> Row:
     """One row of the matrix."""
     if not fault.fits(backend):
         note = "the formulas of this kernel cannot be changed from outside"
+        return Row(fault.id, fault.surface, "NotReached", "", {}, None, note=note)
+    if fault.surface not in complete_surfaces(backend):
+        note = f"the backend does not both verify and publish {fault.surface}"
         return Row(fault.id, fault.surface, "NotReached", "", {}, None, note=note)
     trials = []
     for spec in cases.reaching(fault):

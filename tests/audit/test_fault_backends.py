@@ -12,6 +12,7 @@ from audit import cli, fault_backends
 from audit.fault_backends import add_row, main, table_row
 from audit.fault_cases import ladder
 from audit.fault_matrix import Cases, Plan, Row, audit_fault
+from audit.fault_trial import alone
 from faults import BLIND, CATALOGUE, EVERY, Faulty
 from faults.sampler import SAMPLER_FAULTS
 from lumotree.backends.torch_backend import TorchBackend
@@ -50,6 +51,13 @@ def test_a_quick_run_asks_everything_before_it_says_missed_or_not_reached() -> N
     for wrap, state in ((noted, "Missed"), (Faulty, "NotReached")):
         found = audit_fault(INNER, replace(fault, wrap=wrap), cases, QUICK)
         assert found.state == state and {"conv.chain", "conv.five_and_idle", "conv.out.bitwise"} <= set(found.checks)
+
+
+def test_a_fault_of_a_surface_that_the_kernel_does_not_have_is_not_reached() -> None:
+    gdn = alone(INNER, "gdn")
+    found = audit_fault(gdn, CATALOGUE["wrong_parent.conv"], Cases(ladder(1), INNER.contract), QUICK)
+    assert found.state == "NotReached" and "does not both verify and publish conv" in found.note
+    assert audit_fault(gdn, CATALOGUE["wrong_parent.gdn"], Cases([next(ladder(1))], INNER.contract), QUICK).first
 
 
 def test_a_list_names_faults_and_sizes_and_runs_nothing(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
