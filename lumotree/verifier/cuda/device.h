@@ -29,3 +29,5 @@ __device__ inline void copy_ahead(float4 *to, const float *from, bool live) {
 }
 
 __device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+__device__ inline void store_streaming(float4 *at, float4 y) { __stcs(at, y); }

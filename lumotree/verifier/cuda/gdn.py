@@ -54,7 +54,7 @@ def multiprocessors(device: torch.device) -> int:
 _TILES = {
     "verify": Tile(3, 4, 3, 32, 1),
     "verify_many": Tile(3, 8, 1, 32, 2, planner=False, lean=True),
-    "publish": Tile(3, 4, 1, 16, 3, part=8),
+    "publish": Tile(4, 4, 1, 16, 3, part=6),
     "native": Tile(3, 4, 0, 8, 1),
 }
 

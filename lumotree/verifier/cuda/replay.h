@@ -144,41 +144,42 @@ __device__ inline void place_values(const Block &b, Lane t, int n, const uint2 *
     __syncwarp();
 }
 
-// What a lane needs of a row.
+// What a lane needs of a row: of the four values the one of the slab whose correction it computes.
 struct Step {
-    float key[4 * CHUNKS], value[SLABS];
-    float2 gate[SLABS];
+    float key[4 * CHUNKS], value;
+    float2 own;
+    float decay[SLABS];
 };
 
 __device__ inline void take_step(const float4 *key, const float *value, Lane t, int i, Step &y) {
+    const int own = t.lane / 2 < SLABS ? t.lane / 2 : 0;
     take_row(key, i, t.lane, y.key);
     value += i * (8 * SLABS);
+    y.value = value[8 * own + t.sub];
+    y.own = *(const float2 *)(value + 8 * own + 4);
 #pragma unroll
-    for (int r = 0; r < SLABS; ++r) {
-        y.value[r] = value[8 * r + t.sub];
-        y.gate[r] = ONE_HEAD && r ? y.gate[0] : *(const float2 *)(value + 8 * r + 4);
-    }
+    for (int r = 0; r < SLABS; ++r) y.decay[r] = ONE_HEAD ? y.own.x : value[8 * r + 4];
 }
 
 __device__ inline void step(float (*state)[4 * CHUNKS], const Step &y, Lane t) {
     float at_key[SLABS];
     product(state, y.key, at_key);
-    whole(at_key);
+    const float u = correction(y.own, y.value, whole_transposed(at_key, t.lane));
 #pragma unroll
     for (int r = 0; r < SLABS; ++r)
-        advance(state[r], y.key, y.gate[r].x, correction(y.gate[r], y.value[r], at_key[r]));
+        advance(state[r], y.key, y.decay[r], __shfl_sync(0xffffffffu, u, t.thread % 32 / LANES * LANES + 2 * r));
 }
 
+// A row's operands are fetched while the row before is worked on.
 __device__ inline void replay_rows(const Replay &m, Lane t, int n, float (*state)[4 * CHUNKS]) {
-    const float4 *key = m.key;
     const float *value = (const float *)(m.value + 2 * t.warp * (STAGE * SLABS));
-    Step y;
-    take_step(key, value, t, 0, y);
-    for (int i = n; i > 0; --i) {
-        step(state, y, t);
-        key += WIDTH / 4;
-        value += 8 * SLABS;
-        if (i > 1) take_step(key, value, t, 0, y);
+    Step even, odd;
+    take_step(m.key, value, t, 0, even);
+    for (int i = 0; i < n; i += 2) {
+        if (i + 1 < n) take_step(m.key, value, t, i + 1, odd);
+        step(state, even, t);
+        if (i + 2 < n) take_step(m.key, value, t, i + 2, even);
+        if (i + 1 < n) step(state, odd, t);
     }
 }
 
@@ -231,6 +232,6 @@ __device__ inline void replay(const Args &x) {
             }
             replay_rows(m, t, some, state);
         }
-        move_states<true>(x, b, t, state);
+        move_states<true, true>(x, b, t, state);
     }
 }

@@ -77,7 +77,7 @@ __device__ inline void take_row(const float4 *staged, int i, int lane, float *x)
     }
 }
 
-template <bool STORE>
+template <bool STORE, bool STREAMED = false>
 __device__ inline void move_states(const Args &x, const Block &b, Lane t, float (*state)[4 * CHUNKS]) {
     float *home = x.pool + ((long long)b.layer * x.slots + b.slot) * ((long long)HV * DV * DK);
 #pragma unroll
@@ -92,7 +92,9 @@ __device__ inline void move_states(const Args &x, const Block &b, Lane t, float 
             if (DK % 4 == 0) {
                 if (first >= DK) continue;
                 float4 *at = (float4 *)(row + first);
-                if (STORE) *at = make_float4(s[0], s[1], s[2], s[3]);
+                const float4 y = make_float4(s[0], s[1], s[2], s[3]);
+                if (STORE && STREAMED) store_streaming(at, y);
+                else if (STORE) *at = y;
                 else s[0] = at->x, s[1] = at->y, s[2] = at->z, s[3] = at->w;
                 continue;
             }

@@ -64,8 +64,7 @@ template <int mode> __device__ inline void walk(const Args &x) {
 
     const Lane t = {(int)threadIdx.x % LANES, (int)threadIdx.x % 32 / LANES, (int)threadIdx.x / 32, (int)threadIdx.x};
     float state[SLABS][4 * CHUNKS];
-    if (mode == VERIFY && EARLY) ask_early(x, b, m.stack + (STACK - 1) * TILE, t);
-    else move_states<false>(x, b, t, state);
+    if (mode != VERIFY || !EARLY) move_states<false>(x, b, t, state);
     // Lanes 2 r and 2 r + 1 of a value row have the output of slab r; the first writes it.
     const int own = t.lane / 2 < SLABS ? t.lane / 2 : 0, slab = t.slab(b, own);
     const bool writes = t.lane / 2 < SLABS && t.lane % 2 == 0 && t.live(b, own);
@@ -80,6 +79,7 @@ template <int mode> __device__ inline void walk(const Args &x) {
         const int some = count - first < STAGE ? count - first : STAGE;
         Stage stage;
         fetch<mode>(x, b, order, first, some, stage);
+        if (first == 0 && mode == VERIFY && EARLY) ask_early(x, b, m.stack + (STACK - 1) * TILE, t);
         if (first) __syncthreads();
         place<mode>(x, b, order, first, some, stage, m);
         if (first == 0 && mode == VERIFY && EARLY) arrive_early(m.stack + (STACK - 1) * TILE, t, state);
