@@ -60,8 +60,11 @@ class Model:
         return requests * self._ms(2 * self.state)
 
     def walk_ms(self, tree: int, requests: int = 1) -> float:
-        """A bank's verification of trees of so many rows: each reads a state and writes one, one after the other."""
-        return requests * (self._ms(2 * tree * self.state) + tree * self.walk_step)
+        """A bank's verification of trees of so many rows: each reads a state and writes one, one after the other.
+
+        The rows of one request wait for each other, those of several requests do not: bytes add up, steps overlap.
+        """
+        return requests * self._ms(2 * tree * self.state) + tree * self.walk_step
 
     def bank_ms(self, tree: int, requests: int = 1) -> float:
         """What the bank adds to the verification of trees of so many rows: each writes a state, all but the root read

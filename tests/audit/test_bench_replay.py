@@ -37,7 +37,7 @@ def test_times_are_bytes_and_steps() -> None:
     assert MODEL.replay_ms(4) == pytest.approx(2 + 0.4 + 2.0)
     assert MODEL.replay_ms(4, 3) == pytest.approx(3 * 4.4)
     assert MODEL.copy_ms() == 2.0 and MODEL.copy_ms(4) == 8.0
-    assert MODEL.bank_ms(4) == 7.0 and MODEL.walk_ms(4) == 8.0 + 1.0 and MODEL.walk_ms(4, 2) == 18.0
+    assert MODEL.bank_ms(4) == 7.0 and MODEL.walk_ms(4) == 8.0 + 1.0 and MODEL.walk_ms(4, 2) == 16.0 + 1.0
     assert MODEL.deferred_ms(5) == pytest.approx(1.1)
 
 
