@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from audit.fuzz_judge import MismatchError
 from audit.fuzz_program import Program, Step
-from audit.world import World
+from audit.world import DIMS_NANO, World
 
 _COMB = [-1, 0, 0, 2, 2, 4]
 
@@ -66,14 +67,26 @@ PROGRAMS: dict[str, list[Step]] = {
         *_cycle({0: [-1, 0], 1: [-1, 0], 4: [-1, 0, 0]}, {0: 1, 4: 2}),
         ("step", ([0, 1, 4],), {}),
     ],
+    # What a deferred policy was told about layers shows at its next verification, not in the pools.
+    "layer_by_layer": [
+        ("admit", (0, 4), {}),
+        ("admit", (1, 2), {}),
+        ("verify", ({0: _COMB, 1: [-1, 0, 1]},), {}),
+        ("accept", ({0: 4, 1: 2},), {"apart": True}),
+        *_cycle({1: [-1, 0], 0: [-1, 0, 0]}, {0: 2, 1: 1}),
+    ],
 }  # fmt: skip
+
+#: Programs whose world has more than one layer, and how many.
+_LAYERS = {"layer_by_layer": 2}
 
 
 def run_program(name: str, backend: Any, reference: Any, seed: int) -> MismatchError | None:
     """Run a program; what went wrong, or None. reference: another instance of the same backend. Raises InputError where
     the backend's contract does not take the program's trees."""
     steps = PROGRAMS[name] if backend.contract.empty_path else [_rooted(step) for step in PROGRAMS[name]]
-    return Program(World(seed=seed, slots=6, requests=6, rows=24), steps).run(backend, reference)
+    world = World(replace(DIMS_NANO, layers=_LAYERS.get(name, 1)), seed, slots=6, requests=6, rows=24)
+    return Program(world, steps).run(backend, reference)
 
 
 def _rooted(step: Step) -> Step:

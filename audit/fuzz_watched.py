@@ -8,16 +8,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from audit.distance import same_bits
 from audit.engine import Engine, Running
 from audit.fuzz_judge import MismatchError
+from audit.guard import Snapshot
 from lumotree.backends.protocol import Batch
 from lumotree.state import State
+
+#: (surface, layer) -> state or history of each request of a batch, as exported.
+Exports = dict[tuple[str, int], list[Tensor]]
 
 
 class Watched(Engine):
     """An engine that compares its memory with what each call may write."""
 
     deferred: frozenset[int] = frozenset()
+    _waiting: Exports
+
+    def publish(self, running: Running, paths: Sequence[Sequence[int] | None], apart: bool = False) -> None:
+        """As the engine does; apart: a layer whose turn has not come must be exported as before. Pools alone would not
+        show a publication that is deferred."""
+        self._waiting = self._exports(running) if apart and self.world.dims.layers > 1 else {}
+        super().publish(running, paths, apart)
 
     def after_verify(self, surface: str, layer: int, batch: Batch) -> None:
         """Outputs and, for attention, the candidates' slots; a slot with something deferred may be brought up to date,
@@ -42,6 +54,30 @@ class Watched(Engine):
                 if path or self.requests[turn.key].slot in self.deferred:
                     self.slab.accept(str(name), (layer, self.requests[turn.key].slot))
         self._unchanged(f"{surface} publication of layers {list(layers)}")
+        for layer in layers:
+            self._waiting.pop((surface, layer), None)
+        self._others_wait(surface, f"{surface} publication of layers {list(layers)}", running)
+
+    def _others_wait(self, surface: str, what: str, running: Running) -> None:
+        """Layers that are still to be published are exported as before."""
+        waiting = [where for where in self._waiting if where[0] == surface]
+        now = self._exports(running) if waiting else {}
+        for where in waiting:
+            for i, (got, want) in enumerate(zip(now[where], self._waiting[where], strict=True)):
+                if not same_bits(got, want):
+                    raise MismatchError(f"{what} moved layer {where[1]} of live request {i}, as exported", surface)
+
+    def _exports(self, running: Running) -> Exports:
+        """What an export says of the batch's requests; pools and workspace are put back."""
+        kept = Snapshot([self.pools.recurrent, self.pools.conv, self.ws])
+        keys = [turn.key for turn in running.turns if turn]
+        found: Exports = {}
+        for layer in range(self.world.dims.layers):
+            states = [self.export(key, layer) for key in keys]
+            found["gdn", layer] = [s.recurrent.clone() for s in states]
+            found["conv", layer] = [s.conv.clone() for s in states]
+        kept.restore()
+        return found
 
     def after_native(self, layer: int, batch: Batch) -> None:
         """Outputs, the live slots and the committed KV slot of each token."""

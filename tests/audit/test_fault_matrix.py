@@ -251,7 +251,7 @@ def test_tables_fit_80_columns_and_name_what_was_not_caught() -> None:
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize("name", ["torch", "wy"])
+@pytest.mark.parametrize("name", ["torch", "bank", "wy", "treewy", "specla"])
 def test_a_right_backend_passes_every_fixed_program(program: str, name: str) -> None:
     assert run_program(program, load_backend(name), load_backend(name), 3) is None
 
@@ -261,6 +261,16 @@ def test_a_backend_without_empty_paths_is_asked_for_none() -> None:
     assert run_program("five_and_idle", TorchBackend(strict), TorchBackend(strict), 3) is None
     trial = program_trial(TorchBackend(strict), BLIND["idle_sticks.conv"], "five_and_idle", 1)
     assert trial.state == "NotReached"
+
+
+@pytest.mark.parametrize("name", ["treewy", "specla"])
+def test_a_deferred_publication_of_every_layer_is_caught_where_no_pool_shows_it(name: str) -> None:
+    backend, fault = load_backend(name), CATALOGUE["every_layer.gdn"]
+    spec = next(Cases(ladder(1), backend.contract).reaching(fault))
+    caught = component_trial(backend, fault, spec).caught
+    assert caught == component_trial(backend, replace(fault, wrap=Faulty), spec).caught
+    wrong = run_program("layer_by_layer", fault.wrap(backend), backend, 1)
+    assert wrong is not None and "publication of layers [1] moved layer 0" in str(wrong)
 
 
 def test_a_fault_that_needs_a_plain_step_between_cycles_is_caught_by_a_program() -> None:

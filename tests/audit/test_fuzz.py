@@ -117,6 +117,14 @@ class DeferredForgets(Deferred):
         super().gdn_verify(ops, pool, batch, ws, out, layer)
 
 
+class DeferredEverywhere(Deferred):
+    """Marks the path in every layer, whichever was asked for. Marking twice is marking once: no pool ever tells."""
+
+    def defer(self, pool: Any, batch: Batch, accepted: Accepted, ws: Any, layers: Any, name: str) -> None:
+        for layer in range(len(pool)):
+            ws["due"][name, layer] = [(copy.deepcopy(batch), copy.deepcopy(accepted))]
+
+
 @pytest.mark.parametrize("name", BUILTIN)
 def test_every_kind_of_step_agrees_on_built_in_backends(name: str) -> None:
     for world in (World(), World(seed=1, page_size=1, fresh=True), World(replace(DIMS_NANO, layers=2), 2, page_size=4)):
@@ -174,6 +182,21 @@ def test_a_deferred_publication_is_legal_and_its_next_verification_must_apply_it
     wrong.prefill(0, 2)
     with pytest.raises(MismatchError, match="gdn output of request 0"):
         wrong.verify({0: [-1, 0, 0]})
+
+
+def test_a_deferred_publication_reaches_no_layer_that_was_not_named() -> None:
+    def cycle(backend: TorchBackend, layers: int = 2) -> Driver:
+        d = Driver(backend, World(replace(DIMS_NANO, layers=layers), seed=6))
+        d.admit(0, 2)
+        d.admit(1, 3)
+        d.verify({1: [-1, 0], 0: [-1, 0, 0]})
+        d.accept({0: 2, 1: None}, apart=True)
+        return d
+
+    cycle(Deferred(), 3).verify({0: [-1, 0]})
+    cycle(DeferredEverywhere(), 1)
+    with pytest.raises(MismatchError, match=r"gdn publication of layers \[1\] moved layer 0 of live request 1"):
+        cycle(DeferredEverywhere())
 
 
 @pytest.mark.parametrize(
