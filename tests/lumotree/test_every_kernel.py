@@ -16,7 +16,8 @@ from lumotree.contract import DIMS_27B, DIMS_TINY
 from lumotree.tree import Tree
 from lumotree.tree_named import named
 from lumotree.verifier.cuda import gdn
-from tests.lumotree.every_kernel import EveryKernel, Place, same_bits
+
+from .every_kernel import EveryKernel, Place, same_bits
 
 DIMS = replace(DIMS_TINY, layers=2)
 LARGE = replace(DIMS_27B, layers=2)
