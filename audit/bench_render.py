@@ -193,11 +193,17 @@ def picture(outcomes: Sequence[Outcome]) -> str:
         parts.append(f'<text x="{at(exponent, low)[0]:.1f}" y="356" text-anchor="middle">{10.0**exponent:g}</text>')
     for exponent in range(math.ceil(low), math.floor(high) + 1):
         parts.append(f'<text x="54" y="{at(left, exponent)[1] + 4:.1f}" text-anchor="end">{10.0**exponent:g}</text>')
-    for (o, _, _), x, y in zip(points, xs, ys, strict=False):
+    placed: list[tuple[float, float]] = []
+    for (o, _, _), x, y in sorted(zip(points, xs, ys[:-1], strict=True), key=lambda p: p[1:]):
         px, py = at(x, y)
         fill = "#fff" if o.outside_checks else "#06c"
         parts.append(f'<circle cx="{px:.1f}" cy="{py:.1f}" r="4" fill="{fill}" stroke="#06c"/>')
-        parts.append(f'<text x="{px + 7:.1f}" y="{py + 4:.1f}">{escape(o.backend)}</text>')
+        beside = [ly for lx, ly in placed if abs(lx - px) < 8 * len(o.backend) + 40]
+        label = py + 4
+        while any(abs(label - other) < 12 for other in beside):
+            label += 12
+        placed.append((px, label))
+        parts.append(f'<text x="{px + 7:.1f}" y="{label:.1f}">{escape(o.backend)}</text>')
     parts.append('<text x="340" y="380" text-anchor="middle">verify + publish, ms (hollow: cells outside)</text>')
     parts.append('<text x="16" y="190" transform="rotate(-90 16 190)" text-anchor="middle">worst error / bound</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"

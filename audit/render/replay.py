@@ -211,6 +211,7 @@ class _Panel:
         self.left, self.low = left, math.floor(math.log10(min(positive)))
         self.high = max(math.ceil(math.log10(max(positive))), self.low + 1)
         self.first, self.last = min(xs), max(max(xs), min(xs) + 1e-9)
+        self.labels: list[float] = []
         self.parts = [
             f'<text x="{left}" y="{_TOP - 16}" font-size="13">{escape(title)}</text>',
             f'<path d="M{left} {_TOP}V{_HEIGHT - 40}h{_PANEL}" fill="none" stroke="#444"/>',
@@ -236,9 +237,13 @@ class _Panel:
         path = " ".join(f"{self.x(a):.1f},{self.y(b):.1f}" for a, b in points)
         dashed = f' stroke-dasharray="{dash}"' if dash else ""
         self.parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}"{dashed}/>')
-        end = self.x(points[-1][0]), self.y(points[-1][1])
+        label = self.y(points[-1][1]) - 8
+        while any(abs(label - other) < 13 for other in self.labels):
+            label -= 13
+        self.labels.append(label)
         self.parts.append(
-            f'<text x="{end[0]:.1f}" y="{end[1] - 6:.1f}" text-anchor="end" fill="{colour}">{escape(name)}</text>'
+            f'<text x="{self.x(points[-1][0]) - 8:.1f}" y="{label:.1f}" text-anchor="end" fill="{colour}">'
+            f"{escape(name)}</text>"
         )
 
     def dot(self, x: float, y: float, colour: str, title: str, hollow: bool = False) -> None:
@@ -269,7 +274,7 @@ def _publication_panel(measured: Measured) -> _Panel:
     shown = [p for p in measured.points if p.what == "update" or (p.what == "publish" and p.policy != "deferred")]
     lengths = sorted({p.accepted for p in shown})
     values = [v / p.batch for p in shown for v in (p.clock.median, p.modelled or p.clock.median)]
-    title = "publication, ms a request, by accepted rows (line: model, dot: measured)"
+    title = "publication by accepted rows, ms a request (line: model)"
     panel = _Panel(_LEFT, title, {n: str(n) for n in lengths}, values)
     colours: dict[str, str] = {}
     for p in shown:
@@ -293,7 +298,7 @@ def _extra_panel(measured: Measured) -> _Panel:
     replay, copy = publications(measured, "replay"), publications(measured, "bank")
     excess = {n: replay[1, n].clock.median - copy[1, n].clock.median for b, n in replay if b == 1 and (1, n) in copy}
     values = [v / e.batch for e in found for v in (e.measured, e.modelled)] + list(excess.values())
-    title = f"what a bank adds to verification against {best}, ms a request, by tree rows"
+    title = f"what a bank adds to verification ({best}) by tree rows, ms"
     panel = _Panel(_LEFT + _PANEL + 80, title, {math.log2(n): str(n) for n in rows}, values)
     model = measured.models[best]
     panel.line([(math.log2(n), model.bank_ms(n)) for n in rows], _COLOURS["bank"][0], "bank, bytes")

@@ -1,7 +1,9 @@
 """The bench: no speed without an audit, accuracy beside every time, floors that can be counted by hand."""
 
+import itertools
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -142,3 +144,11 @@ def test_the_report_says_when_replay_pays(written: Path) -> None:
     assert "## When does replay pay?" in text and "Replay measured on torch" in text
     bank = timed_outcome("bank", 1.0, publish_by_length={1: 1.0, 2: 1.0}, buffers={"bank": 1})
     assert replay_section([bank], 1e9) == []
+
+
+def test_labels_of_points_that_lie_together_do_not_overlap() -> None:
+    same = Clock(3.0, 3.0, 3.0)
+    outcomes = [Outcome(name, worst=0.9, verify=same, publish=same) for name in ("triton", "bank_walk", "cuda")]
+    heights = [float(y) for y in re.findall(r'y="([\d.]+)">(?:triton|bank_walk|cuda)<', picture(outcomes))]
+    assert len(heights) == 3
+    assert min(abs(a - b) for a, b in itertools.combinations(heights, 2)) >= 12
