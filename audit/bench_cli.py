@@ -26,7 +26,8 @@ def register(commands: Any) -> None:
         "--repeat", type=positive, default=None, help="timed repetitions; medians are printed (default 5; --replay: 20)"
     )
     bench.add_argument("--batch", type=positive, default=1, help="requests, each with a tree of its own (default 1)")
-    bench.add_argument("--layers", type=positive, default=None, help="layers timed (default 48 on a GPU, 1 on a CPU)")
+    bench.add_argument("--layers", type=positive, default=None, help="layers timed (default 48 on a GPU, fewer "
+                       "for an eager backend that takes over a second for them; 1 on a CPU)")  # fmt: skip
     bench.add_argument("--units", type=positive, default=1, help="audited layer instances (default 1)")
     bench.add_argument("--seed", type=int, default=1, help="seed of every draw (default 1)")
     bench.add_argument("--report", default=None, metavar="DIR", help="write bench.json, bench.md and bench.svg there")

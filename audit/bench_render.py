@@ -21,17 +21,18 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Outcome:
-    """One backend. refused: why there is no speed, empty when there is.
+    """One backend. refused: why there is no speed, empty when there is. note: what was timed if less than asked for.
 
     cells: outputs and states held against float64; outside: those beyond the derived bound; outside_checks: all judged
     checks with a cell outside; worst: largest error over bound; bitwise: share of outputs and states equal to the
     backend's own chain. Times in ms of all layers and requests; buffers: bytes of each tensor of the workspace; work,
     floors: of verify and publish; publish_by_length: ms by accepted rows; state_bytes, factor_bytes: of all layers and
-    requests, a state and one row's k, u and decay in fp32.
+    requests, a state and one row's k, u and decay in fp32. layers, repeat: timed.
     """
 
     backend: str
     refused: str = ""
+    note: str = ""
     claims: str = ""
     tree: str = ""
     cells: int = 0
@@ -43,6 +44,7 @@ class Outcome:
     mode: str = ""
     batch: int = 0
     layers: int = 0
+    repeat: int = 0
     path: int = 0
     verify: Clock | None = None
     publish: Clock | None = None
@@ -72,7 +74,7 @@ def columns(o: Outcome) -> list[str]:
     return [
         o.backend,
         o.tree,
-        o.mode,
+        f"{o.mode}, {o.layers}",
         f"{o.verify.median:.4g} ({o.verify.low:.4g}-{o.verify.high:.4g})",
         f"{o.publish.median:.4g} ({o.publish.low:.4g}-{o.publish.high:.4g})",
         f"{o.total_ms:.4g}",
@@ -90,7 +92,7 @@ def _accuracy(o: Outcome) -> list[str]:
 
 
 HEADER = (
-    "backend", "tree", "mode", "verify ms (p10-p90)", "publish ms (p10-p90)", "total ms", "buffers MiB",
+    "backend", "tree", "mode, layers", "verify ms (p10-p90)", "publish ms (p10-p90)", "total ms", "buffers MiB",
     "GB/s / GFLOP/s", "floor ms (ratio)", "outside", "worst/bound", "bitwise",
 )  # fmt: skip
 
@@ -114,10 +116,21 @@ def print_table(outcomes: Sequence[Outcome], facts: Mapping[str, Any]) -> None:
             speed = f"{'-':>10}{'-':>9}{'-':>9}{'-':>9}"
         accuracy = f"{o.outside:9,}{o.worst:8.3g}{100 * o.bitwise:6.1f}%" if o.cells else f"{'-':>9}{'-':>8}{'-':>7}"
         out.print(f"{o.backend[:14]:15}{speed}{accuracy}")
-    for o in outcomes:
-        if o.refused:
-            out.print(f"no speed for {o.backend}: {o.refused}", overflow="ellipsis", no_wrap=True)
+    for line in _remarks(outcomes):
+        out.print(line)
     out.print(verdict(outcomes))
+
+
+def _remarks(outcomes: Sequence[Outcome]) -> list[str]:
+    """What got no speed and why, and what was timed on less than was asked for."""
+    refused = [f"no speed for {o.backend}: {o.refused}" for o in outcomes if o.refused]
+    return refused + [f"{o.backend}: {o.note}" for o in outcomes if o.note]
+
+
+def _most_layers(timed: Sequence[Outcome]) -> list[Outcome]:
+    """Those timed on as many layers as any: times of fewer are not times of all."""
+    most = max((o.layers for o in timed), default=0)
+    return [o for o in timed if o.layers == most]
 
 
 def verdict(outcomes: Sequence[Outcome]) -> str:
@@ -125,7 +138,7 @@ def verdict(outcomes: Sequence[Outcome]) -> str:
     timed = [o for o in outcomes if o.total_ms is not None]
     # Policies that verify another tree are not compared.
     tree = timed[0].tree if timed else ""
-    same = [o for o in timed if o.tree == tree]
+    same = _most_layers([o for o in timed if o.tree == tree])
     exact = [o for o in same if not o.outside_checks and o.claims == "bitwise"]
     if not exact:
         return "no bitwise backend was timed"
@@ -138,9 +151,11 @@ def verdict(outcomes: Sequence[Outcome]) -> str:
 
 def markdown(outcomes: Sequence[Outcome], facts: Mapping[str, Any]) -> str:
     """The table, publication by accepted length, buffers and facts."""
-    lines = [f"# {verdict(outcomes)}", "", "| " + " | ".join(HEADER) + " |", "|" + " --- |" * len(HEADER)]
+    left = ", ".join(facts.get("not_run", ()))
+    head = f"# {verdict(outcomes)}" if not left else f"# Not finished: {left} not run; so far, {verdict(outcomes)}"
+    lines = [head, "", "| " + " | ".join(HEADER) + " |", "|" + " --- |" * len(HEADER)]
     lines += ["| " + " | ".join(columns(o)) + " |" for o in outcomes]
-    lines += ["", *(f"* no speed for {o.backend}: {o.refused}" for o in outcomes if o.refused)]
+    lines += ["", *(f"* {line}" for line in _remarks(outcomes))]
     lengths = sorted({n for o in outcomes for n in o.publish_by_length})
     lines += ["", "## Publication by accepted rows, ms", "", "| backend | " + " | ".join(map(str, lengths)) + " |"]
     lines += ["|" + " --- |" * (len(lengths) + 1)]
@@ -165,7 +180,7 @@ def replay_section(outcomes: Sequence[Outcome], bytes_s: float) -> list[str]:
     able = [o for o in able if not any("bank" in name or "recurrent" in name for name in o.buffers)]
     if not able:
         return []
-    best = min(able, key=lambda o: o.total_ms or math.inf)
+    best = min(_most_layers(able), key=lambda o: o.total_ms or math.inf)
     model = Model(best.state_bytes, 0, best.factor_bytes, bytes_s)
     intro = f"Replay measured on {best.backend}, the rest modelled from bytes at the measured copy rate; ms."
     return ["", "## When does replay pay?", "", intro, "", *table(model, best.publish_by_length, (8, 32, 128))]
@@ -194,16 +209,18 @@ def picture(outcomes: Sequence[Outcome]) -> str:
     for exponent in range(math.ceil(low), math.floor(high) + 1):
         parts.append(f'<text x="54" y="{at(left, exponent)[1] + 4:.1f}" text-anchor="end">{10.0**exponent:g}</text>')
     placed: list[tuple[float, float]] = []
+    full = _most_layers([o for o, _, _ in points])
     for (o, _, _), x, y in sorted(zip(points, xs, ys[:-1], strict=True), key=lambda p: p[1:]):
         px, py = at(x, y)
         fill = "#fff" if o.outside_checks else "#06c"
         parts.append(f'<circle cx="{px:.1f}" cy="{py:.1f}" r="4" fill="{fill}" stroke="#06c"/>')
-        beside = [ly for lx, ly in placed if abs(lx - px) < 8 * len(o.backend) + 40]
+        name = o.backend if o in full else f"{o.backend} ({o.layers} layers)"
+        beside = [ly for lx, ly in placed if abs(lx - px) < 8 * len(name) + 40]
         label = py + 4
         while any(abs(label - other) < 12 for other in beside):
             label += 12
         placed.append((px, label))
-        parts.append(f'<text x="{px + 7:.1f}" y="{label:.1f}">{escape(o.backend)}</text>')
+        parts.append(f'<text x="{px + 7:.1f}" y="{label:.1f}">{escape(name)}</text>')
     parts.append('<text x="340" y="380" text-anchor="middle">verify + publish, ms (hollow: cells outside)</text>')
     parts.append('<text x="16" y="190" transform="rotate(-90 16 190)" text-anchor="middle">worst error / bound</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
+from audit.calls import call
 from audit.cases import Case
 from audit.guard import tensors_of
-from audit.stage import Stage
 from lumotree.backends.batch import accepted_paths
+from lumotree.backends.protocol import Limits
 
 #: Replays before the first timed one.
 _WARMUPS = 3
@@ -94,29 +95,53 @@ def _finish(device: str) -> None:
         torch.cuda.synchronize()
 
 
+def mode_of(backend: Any, device: str) -> str:
+    """How calls are timed: "graph" on a GPU for a backend that declares graph_safe, else "eager"."""
+    return "graph" if on_gpu(device) and backend.contract.graph_safe else "eager"
+
+
 class Timed:
     """Gated DeltaNet of one backend on one case: calls of all layers, as eager calls or as graph replays.
 
-    mode: "graph" on a GPU for a backend that declares graph_safe, else "eager".
+    Nothing is rewound, so that there is no second copy of pools or workspace: a bank may fill most of a card.
     """
 
     def __init__(self, backend: Any, case: Case, device: str) -> None:
-        self.stage, self.case, self.device = Stage(backend, case, ["gdn"]), case, device
+        self.backend, self.case, self.device, self.mode = backend, case, device, mode_of(backend, device)
         self.layers = list(range(case.dims.layers))
-        self.mode = "graph" if on_gpu(device) and backend.contract.graph_safe else "eager"
         self.longest = [t.path(max(t.leaves, key=lambda r: int(t.depth[r]))) for t in case.trees]
+        self.width = max(map(len, self.longest))
+        limits = Limits(case.batch.requests, case.batch.rows, self.width, case.slots, case.dims.layers)
+        self.ws = self._call("allocate", case.dims, limits, case.device)
+        shape = (case.batch.rows, case.dims.hv, case.dims.dv)
+        self.out = [case.arena.empty(f"out.gdn[{n}]", shape, torch.bfloat16) for n in self.layers]
+
+    def _call(self, method: str, *args: Any) -> Any:
+        return call(self.backend, method, self.case.spec.id, *args)
 
     def verify(self) -> None:
         """Verify every layer."""
+        pool = self.case.pools.recurrent
         for layer in self.layers:
-            out, ops = self.stage.out[layer]["gdn"], self.stage.operands("gdn", layer)
-            self.stage.run_verify("gdn", layer, ops, self.case.batch, out)
+            self._call("gdn_verify", self.case.gdn[layer], pool, self.case.batch, self.ws, self.out[layer], layer)
 
     def publisher(self, rows: int) -> Callable[[], None]:
         """A call that publishes the first `rows` rows of every request's deepest path, in all layers."""
         paths = self.case.in_batch_order([p[:rows] for p in self.longest])
-        accepted = accepted_paths(paths, self.case.device, self.stage.longest)
-        return lambda: self.stage.run_publish("gdn", self.case.batch, accepted, self.layers)
+        accepted = accepted_paths(paths, self.case.device, self.width)
+        pool = self.case.pools.recurrent
+        return lambda: self._call("gdn_publish", pool, self.case.batch, accepted, self.ws, self.layers)
+
+    def pass_s(self) -> float:
+        """Seconds of one eager verify and publish of the deepest paths, the second of two."""
+        publish = self.publisher(self.width)
+
+        def both() -> None:
+            self.verify()
+            publish()
+
+        both()
+        return _seconds(both, self.device)
 
     def clocks(self, rows: int, repeat: int) -> tuple[Clock, Clock]:
         """Times of verify and of publish, alternating as they do in decoding, so that a deferred update is in one."""
@@ -126,16 +151,17 @@ class Timed:
         if self.mode == "graph":
             verify, publish = _captured(verify), _captured(publish)
         times: tuple[list[float], list[float]] = ([], [])
-        for turn in range(repeat + _WARMUPS):
+        warmups = min(_WARMUPS, repeat)
+        for turn in range(warmups + repeat):
             for work, into in zip((verify, publish), times, strict=True):
                 milliseconds = _milliseconds(work, self.device)
-                if turn >= min(_WARMUPS, repeat):
+                if turn >= warmups:
                     into.append(milliseconds)
         return Clock.of(times[0]), Clock.of(times[1])
 
     def named_bytes(self) -> dict[str, int]:
         """Bytes of every tensor of the workspace, largest first."""
-        sizes = {name: t.numel() * t.element_size() for name, t in tensors_of(self.stage.ws).items()}
+        sizes = {name: t.numel() * t.element_size() for name, t in tensors_of(self.ws).items()}
         return dict(sorted(sizes.items(), key=lambda item: -item[1]))
 
     def work(self, rows: int) -> tuple[Work, Work]:

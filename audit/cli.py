@@ -115,7 +115,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("lumotree-audit: interrupted", file=sys.stderr)
         return 130
-    except Exception:
+    except Exception as error:
+        from audit.shortage import remedy, shortage
+
+        if short := shortage(error):
+            print(f"lumotree-audit: out of memory: {args.command} {short}; {remedy(vars(args))}", file=sys.stderr)
+            return EXIT_USAGE
         traceback.print_exc()
         print("lumotree-audit: internal error; this is a bug of the audit, not of the backend", file=sys.stderr)
         return EXIT_INTERNAL

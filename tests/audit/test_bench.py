@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from audit.bench_time import Ceilings, Clock, Timed, Work, measure_ceilings
 from audit.cases import Case
 from audit.cli import main
 from audit.families import SHAPES, units
+from audit.shortage import shortage
 from lumotree.backends.torch_backend import TorchBackend
 from lumotree.errors import ContractError, InputError
 
@@ -26,6 +28,41 @@ class Refusing(TorchBackend):
 
     def gdn_verify(self, *_: object) -> None:
         raise ContractError("expected another shape")
+
+
+FULL = (
+    "CUDA out of memory. Tried to allocate 72.00 GiB. GPU 0 has a total capacity of 139.80 GiB of which 61.20 GiB is "
+    "free. Of the allocated memory 72.00 GiB is allocated by PyTorch."
+)
+
+
+class Hungry(TorchBackend):
+    """Has no room for more than one layer."""
+
+    def allocate(self, dims: Any, limits: Any, device: Any) -> Any:
+        if limits.layers > 1:
+            raise torch.OutOfMemoryError(FULL)
+        return super().allocate(dims, limits, device)
+
+
+class Uncopied(torch.Tensor):
+    """May not be copied."""
+
+    def clone(self, *_: Any, **__: Any) -> Any:
+        raise AssertionError("a second copy of the workspace")
+
+
+class Banked(TorchBackend):
+    """Keeps a bank beside the workspace."""
+
+    def allocate(self, dims: Any, limits: Any, device: Any) -> Any:
+        return super().allocate(dims, limits, device), torch.zeros(8).as_subclass(Uncopied)
+
+    def gdn_verify(self, ops: Any, pool: Any, batch: Any, ws: Any, out: Any, layer: int) -> None:
+        super().gdn_verify(ops, pool, batch, ws[0], out, layer)
+
+    def gdn_publish(self, pool: Any, batch: Any, accepted: Any, ws: Any, layers: Any) -> None:
+        super().gdn_publish(pool, batch, accepted, ws[0], layers)
 
 
 class Interpreted(TorchBackend):
@@ -152,3 +189,116 @@ def test_labels_of_points_that_lie_together_do_not_overlap() -> None:
     heights = [float(y) for y in re.findall(r'y="([\d.]+)">(?:triton|bank_walk|cuda)<', picture(outcomes))]
     assert len(heights) == 3
     assert min(abs(a - b) for a, b in itertools.combinations(heights, 2)) >= 12
+
+
+def some(monkeypatch: pytest.MonkeyPatch, **backends: object) -> None:
+    monkeypatch.setattr(bench, "load_backend", lambda name: backends[name])
+    monkeypatch.setattr(bench, "measure_ceilings", lambda device: Ceilings(1e10, 1e11))
+
+
+def test_a_backend_that_does_not_fit_is_one_line_and_the_others_are_timed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    some(monkeypatch, hungry=Hungry(), torch=TorchBackend())
+    assert run_bench(Options(("hungry", "torch"), "micro", repeat=1, layers=2, report=str(tmp_path))) == 0
+    found = outcomes(tmp_path)
+    assert found["hungry"]["refused"] == (
+        "out of memory: timing 2 layers at --batch 1 needs 72.00 GiB more, the card has 139.80 GiB (61.20 GiB free); "
+        "use a smaller --layers or --batch"
+    )
+    assert found["hungry"]["cells"] > 0 and found["hungry"]["verify"] is None
+    assert found["torch"]["layers"] == 2 and found["torch"]["verify"]["median"] > 0
+    assert "use a smaller --layers or --batch" in " ".join(capsys.readouterr().out.split())
+
+
+def test_an_error_that_is_no_shortage_is_not_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("an invalid access")
+
+    monkeypatch.setattr(bench, "_audit", broken)
+    with pytest.raises(RuntimeError, match="an invalid access"):
+        bench._one("torch", TorchBackend(), Options(shape="micro"), Ceilings(1.0, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (torch.OutOfMemoryError(FULL), "needs 72.00 GiB more, the card has 139.80 GiB (61.20 GiB free)"),
+        (torch.OutOfMemoryError("no numbers"), "needs more memory, this machine does not give it"),
+        (MemoryError("Unable to allocate 3.5 TiB for an array"), "needs 3.5 TiB more, this machine does not give it"),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."),
+            "needs 8 bytes more, this machine does not give it",
+        ),
+        (RuntimeError("an invalid access"), ""),
+    ],
+)
+def test_a_shortage_says_what_was_asked_for_and_what_there_is(error: Exception, said: str) -> None:
+    assert shortage(error) == said
+    try:
+        raise ContractError("a backend's method failed") from error
+    except ContractError as wrapped:
+        assert shortage(wrapped) == said
+
+
+def test_any_command_that_runs_out_of_memory_exits_with_2_and_names_what_to_make_smaller(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def out_of_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError(FULL)
+
+    monkeypatch.setattr(bench, "run_bench", out_of_memory)
+    assert main(["bench"]) == 2
+    error = capsys.readouterr().err
+    assert "bench needs 72.00 GiB more, the card has 139.80 GiB (61.20 GiB free); use a smaller --layers or" in error
+    assert "Traceback" not in error
+
+
+def test_timing_keeps_no_second_copy_of_a_workspace() -> None:
+    spec = replace(units(SHAPES["micro"], "heldout", 1, sets=1, instances=1)[0], control=False)
+    timed = Timed(Banked(), Case(spec, TorchBackend.contract), "cpu")
+    assert timed.clocks(2, 1)[1].median > 0 and timed.named_bytes()["1"] == 32
+
+
+@pytest.mark.parametrize(("asked", "layers"), [(None, 1), (3, 3)])
+def test_a_slow_eager_backend_is_timed_on_less_and_the_table_says_so(
+    monkeypatch: pytest.MonkeyPatch, asked: int | None, layers: int
+) -> None:
+    monkeypatch.setattr(bench, "SLOW_S", 1e-9)
+    monkeypatch.setattr(bench, "_layers", lambda options: 3)
+    found = bench._one("slow", TorchBackend(), Options(shape="micro", layers=asked), Ceilings(1e10, 1e11))
+    assert (found.layers, found.repeat) == (layers, 2)
+    assert found.note.startswith(f"{layers} of 3 layers timed, 2 times: verify and publish take ")
+    assert f"| eager, {layers} |" in markdown([found], {}) and f"* slow: {layers} of 3 layers" in markdown([found], {})
+    state, path = layers * 3 * 12 * 8, 3
+    assert found.state_bytes == 4 * state and found.work is not None and found.work[1].flops == 5 * path * state
+
+
+def test_a_quick_backend_is_timed_on_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "SLOW_S", 1e9)
+    monkeypatch.setattr(bench, "_layers", lambda options: 3)
+    found = bench._one("quick", TorchBackend(), Options(shape="micro", repeat=1), Ceilings(1e10, 1e11))
+    assert (found.layers, found.repeat, found.note) == (3, 1, "")
+
+
+def test_times_of_fewer_layers_are_not_compared_with_times_of_all() -> None:
+    few, all_ = timed_outcome("few", 1.0, layers=2), timed_outcome("all", 2.0, layers=48)
+    assert verdict([few, all_]) == "fastest bitwise on hydra27: all, 2 ms"
+    assert ">few (2 layers)</text>" in picture([few, all_]) and ">all</text>" in picture([few, all_])
+
+
+def test_an_interrupted_run_keeps_what_it_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Interrupted(TorchBackend):
+        def gdn_verify(self, *_: object) -> None:
+            raise KeyboardInterrupt
+
+    some(monkeypatch, first=TorchBackend(), second=Interrupted(), third=TorchBackend())
+    options = Options(("first", "second", "third"), "micro", repeat=1, report=str(tmp_path))
+    with pytest.raises(KeyboardInterrupt):
+        run_bench(options)
+    assert set(outcomes(tmp_path)) == {"first"} and outcomes(tmp_path)["first"]["verify"]["median"] > 0
+    text = (tmp_path / "bench.md").read_text()
+    assert text.startswith("# Not finished: second, third not run; so far, fastest bitwise on binary:2: first")
+    some(monkeypatch, first=TorchBackend(), second=TorchBackend(), third=TorchBackend())
+    assert run_bench(options) == 0
+    assert (tmp_path / "bench.md").read_text().startswith("# fastest bitwise") and len(outcomes(tmp_path)) == 3
