@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from audit.files import archive_fault
 from audit.sampler_file import load_step
 from lumotree.errors import InputError
 from lumotree.sampling import SamplingParams
@@ -91,7 +92,8 @@ def captured(name: str, folder: Path = FOLDER) -> CapturedStep:
         with np.load(path, allow_pickle=False) as archive:
             logits, history = archive["logits"], archive["history"]
     except (OSError, ValueError, KeyError, zipfile.BadZipFile) as cause:
-        raise InputError(f"captured step {path}: expected logits and history, found: {cause}; reinstall") from cause
+        found = archive_fault(cause)
+        raise InputError(f"captured step {path}: expected logits and history, found: {found}; reinstall") from cause
     if logits.shape != tuple(step.target.shape):
         raise InputError(f"captured step {path}: expected logits {list(step.target.shape)}, got {list(logits.shape)}")
     return CapturedStep(capture, step, torch.from_numpy(logits), history.astype(np.int64))

@@ -60,3 +60,8 @@ def _sync_folder(folder: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+def archive_fault(cause: Exception) -> str:
+    """Why `numpy.load` refused a file, without its advice to load what it does not know as a pickle."""
+    return "no archive but pickled or foreign data, which is never loaded" if "pickle" in str(cause) else str(cause)

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from audit.files import archive_fault
 from lumotree.errors import InputError, TreeError
 from lumotree.select_prepare import check_coins, check_tokens, prepare
 from lumotree.select_types import Coins, Step
@@ -63,7 +64,7 @@ def _arrays(path: str | Path, where: str) -> dict[str, NDArray[np.generic]]:
         with np.load(path, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
     except (OSError, ValueError, zipfile.BadZipFile, AttributeError, TypeError) as cause:
-        raise InputError(f"{where}: expected a NumPy archive (numpy.savez), found: {cause}") from cause
+        raise InputError(f"{where}: expected a NumPy archive (numpy.savez), found: {archive_fault(cause)}") from cause
     missing = [name for name in NEEDED if name not in arrays]
     unknown = [name for name in arrays if name not in (*NEEDED, *OPTIONAL)]
     if missing or unknown:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from audit.captured_steps import CAPTURES, FOLDER, captured
 from audit.record_steps import record, uncertainty, write
 from audit.rule_law import multi_round_law
 from audit.sampler_cases import captured_cases
+from audit.sampler_file import load_step
 from audit.sampler_step import StepTask, audit_step, rare_rows
 from audit.sampler_steps import RECIPES
 from faults.sampler_types import Reading
@@ -136,6 +139,15 @@ def test_unknown_and_damaged_steps_are_refused(tmp_path: Path) -> None:
     (tmp_path / f"{name}.context.npz").write_bytes(b"PK nothing")
     with pytest.raises(InputError, match=r"context\.npz: expected logits and history, found: .*reinstall"):
         captured(name, tmp_path)
+
+
+@pytest.mark.parametrize("load", [lambda p: captured(NAMES[0], p.parent), load_step], ids=["captured", "--step"])
+def test_no_message_advises_to_load_a_pickle(tmp_path: Path, load: Callable[[Path], object]) -> None:
+    for end in (".npz", ".context.npz"):
+        (tmp_path / f"{NAMES[0]}{end}").write_bytes(pickle.dumps({"target": [1.0]}))
+    with pytest.raises(InputError, match="pickled or foreign data, which is never loaded") as refusal:
+        load(tmp_path / f"{NAMES[0]}.npz")
+    assert "allow_pickle" not in str(refusal.value) and "trust" not in str(refusal.value)
 
 
 # In the sampler suite
