@@ -10,6 +10,7 @@ from audit.environment import environment
 from audit.fault_matrix import Plan, Row
 from audit.report import Check, Report, decide
 from faults import EVERY
+from lumotree.backends import protocol
 from lumotree.backends.loader import load_backend
 
 SURFACES = ("gdn", "conv", "attention", "sampler")
@@ -44,9 +45,12 @@ def _harmless(row: Row) -> bool:
 
 
 def to_report(rows: Sequence[Row], plan: Plan, command: str, seconds: float, peak: float | None = None) -> Report:
-    """FAIL if a reachable fault is missed; INCONCLUSIVE if none was reached."""
-    checks = [c for group in _groups(rows).items() if (c := _check(*group))]
-    surfaces = {r.surface for r in rows}
+    """FAIL if a reachable fault is missed; INCONCLUSIVE if none was reached on a surface that the backend has."""
+    backend = load_backend(plan.backend)
+    lacking = protocol.SURFACES.keys() - set(protocol.complete_surfaces(backend))
+    groups = {group: found for group, found in _groups(rows).items() if group[0] not in lacking}
+    checks = [c for group in groups.items() if (c := _check(*group))]
+    surfaces = {r.surface for r in rows} - lacking
     coverage = {s: "covered" if s in surfaces else "not covered" for s in SURFACES}
     facts = environment()
     verdict, reasons = decide(checks, [], coverage, controls_required=False)
@@ -55,7 +59,7 @@ def to_report(rows: Sequence[Row], plan: Plan, command: str, seconds: float, pea
         reasons=reasons,
         suite=", ".join(["faults", *["full"] * plan.full, *["quick"] * plan.quick]),
         backend=plan.backend,
-        contract=load_backend(plan.backend).contract.as_dict(),
+        contract=backend.contract.as_dict(),
         environment=facts,
         envelope=None,
         coverage=coverage,

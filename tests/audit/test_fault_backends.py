@@ -12,6 +12,7 @@ from audit import cli, fault_backends
 from audit.fault_backends import add_row, main, table_row
 from audit.fault_cases import ladder
 from audit.fault_matrix import Cases, Plan, Row, audit_fault
+from audit.fault_report import to_report
 from audit.fault_trial import alone
 from faults import BLIND, CATALOGUE, EVERY, Faulty
 from faults.sampler import SAMPLER_FAULTS
@@ -58,6 +59,15 @@ def test_a_fault_of_a_surface_that_the_kernel_does_not_have_is_not_reached() -> 
     found = audit_fault(gdn, CATALOGUE["wrong_parent.conv"], Cases(ladder(1), INNER.contract), QUICK)
     assert found.state == "NotReached" and "does not both verify and publish conv" in found.note
     assert audit_fault(gdn, CATALOGUE["wrong_parent.gdn"], Cases([next(ladder(1))], INNER.contract), QUICK).first
+
+
+def test_a_surface_that_the_kernel_does_not_have_is_not_covered_and_leaves_the_verdict_to_the_others() -> None:
+    rows = [row("wrong_parent.gdn"), row("wrong_parent.conv", "NotReached")]
+    gdn_alone, whole = (to_report(rows, Plan(name, quick=True), "", 0.0) for name in ("treewy", "torch"))
+    assert (gdn_alone.verdict, gdn_alone.coverage["conv"], len(gdn_alone.checks)) == ("PASS", "not covered", 1)
+    assert (whole.verdict, whole.coverage["conv"]) == ("INCONCLUSIVE", "covered")
+    assert to_report(rows[1:], Plan("treewy", quick=True), "", 0.0).verdict == "INCONCLUSIVE"
+    assert to_report([row("wrong_parent.gdn", "Missed")], Plan("treewy"), "", 0.0).verdict == "FAIL"
 
 
 def test_a_list_names_faults_and_sizes_and_runs_nothing(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
