@@ -68,27 +68,30 @@ def _head_parts(kv_heads: int, products: int) -> list[slice]:
     return [slice(lo, min(lo + width, kv_heads)) for lo in range(0, kv_heads, width)]
 
 
+def _summed(x: Tensor, y: Tensor, parts: Sequence[slice]) -> Tensor:
+    """`x * y`, summed over dimension 2 of 4; the products of all parts of dimension 0 lie in the same memory."""
+    if len(parts) == 1:
+        return halve(x * y, 2)
+    heads, group, _, last = shape = torch.broadcast_shapes(x.shape, y.shape)
+    result = torch.empty((heads, group, last), dtype=x.dtype, device=x.device)
+    scratch = torch.empty((parts[0].stop, *shape[1:]), dtype=x.dtype, device=x.device)
+    for h in parts:
+        product = scratch[: h.stop - h.start]
+        torch.mul(x[h], y[h], out=product)
+        result[h] = halve(product, 2)
+    return result
+
+
 def attend(q: Tensor, keys: Keys) -> Tensor:
     """bf16 `[Hq, dh]` for one row: softmax over all `keys` of fp32 scores scaled by dh^-1/2. q: rotated bf16."""
     kv_heads, dim, count = keys.k.shape
     group = q.shape[0] // kv_heads
     query = q.to(torch.float32).reshape(kv_heads, group, dim, 1)
-    scores = torch.empty((kv_heads, group, count), dtype=torch.float32, device=q.device)
-    result = torch.empty((kv_heads, group, dim), dtype=torch.float32, device=q.device)
     parts = _head_parts(kv_heads, group * dim * count)
-    scratch = torch.empty((parts[0].stop, group, dim * count), dtype=torch.float32, device=q.device)
-    for h in parts:
-        product = scratch[: h.stop - h.start].view(-1, group, dim, count)
-        torch.mul(query[h], keys.k[h].unsqueeze(1), out=product)
-        scores[h] = halve(product, 2)
-    scores.mul_(dim**-0.5)
+    scores = _summed(query, keys.k.unsqueeze(1), parts) * dim**-0.5
     weights = torch.exp(scores - scores.amax(-1, keepdim=True))
     weights = weights / halve(weights.clone(), -1).unsqueeze(-1)
-    for h in parts:
-        weighted = scratch[: h.stop - h.start].view(-1, group, count, dim)
-        torch.mul(weights[h].unsqueeze(-1), keys.v[h].unsqueeze(1), out=weighted)
-        result[h] = halve(weighted, 2)
-    return result.reshape(-1, dim).to(torch.bfloat16)
+    return _summed(weights.unsqueeze(-1), keys.v.unsqueeze(1), parts).reshape(-1, dim).to(torch.bfloat16)
 
 
 def verify(ops: AttentionOps, cache: KVCache, batch: Batch, out: Tensor, layer: int) -> None:
@@ -96,12 +99,15 @@ def verify(ops: AttentionOps, cache: KVCache, batch: Batch, out: Tensor, layer: 
     paths = ancestor_rows(batch)
     if not paths:
         return
-    rows = torch.tensor(list(paths), dtype=torch.int64, device=out.device)
+    # All rows are a view; some are gathered.
+    whole = len(paths) == batch.rows
+    rows = slice(0, batch.rows) if whole else torch.tensor(list(paths), dtype=torch.int64, device=out.device)
     position = batch.position[rows].to(torch.int64)
     cos, sin = ops.cos[position], ops.sin[position]
     target = batch.row_slot.to(torch.int64)
-    cache.k[layer, target[rows]] = rope(ops.k[rows], cos, sin)
-    cache.v[layer, target[rows]] = ops.v[rows]
+    place = target[rows]
+    cache.k[layer, place] = rope(ops.k[rows], cos, sin)
+    cache.v[layer, place] = ops.v[rows]
     query = dict(zip(paths, rope(ops.q[rows], cos, sin), strict=True))
     request, prefix = batch.row_request.tolist(), batch.prefix_len.tolist()
     for i in sorted({request[row] for row in paths}):

@@ -45,12 +45,11 @@ def convolve(window: Tensor, weight: Tensor, form: str) -> Tensor:
 
     weight: bf16 `[D, W]`. form: "fp32", or "bf16_product" to round each product to bf16 before the sum.
     """
-    taps = weight.to(torch.float32).t().contiguous()
-    products = [window[:, j].to(torch.float32) * tap for j, tap in enumerate(taps)]
+    products = window.to(torch.float32) * weight.to(torch.float32).t().contiguous()
     if form == "bf16_product":
-        products = [p.to(torch.bfloat16).to(torch.float32) for p in products]
-    total = products[0]
-    for product in products[1:]:
+        products = products.to(torch.bfloat16).to(torch.float32)
+    total, *others = products.unbind(1)
+    for product in others:
         total = total + product
     return silu(total).to(torch.bfloat16)
 

@@ -65,7 +65,8 @@ def advance(
     plan = steps(lanes)
     order = [row for rows in plan for row in rows]
     taken = ops.take(order, heads)  # once for the tile: gathering step by step costs more than small steps do
-    written = None if out is None else torch.empty_like(taken.v, dtype=out.dtype)
+    alone = len(order) == 1
+    written = None if out is None or alone else torch.empty_like(taken.v, dtype=out.dtype)
     at = 0
     for rows in plan:
         part = slice(at, at + len(rows))
@@ -73,6 +74,8 @@ def advance(
         o = step(live, scratch[: len(rows)], taken.part(part), reduce, output=out is not None)
         if written is not None and o is not None:
             written[part].copy_(o)
+        elif out is not None and o is not None:
+            out[order[0], heads].copy_(o[0])
         if contract.carry == "bf16":
             live.copy_(live.to(torch.bfloat16))
         at = part.stop

@@ -62,6 +62,8 @@ def rowwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
     A row of more than 32768 elements (torch's grain size) is split by the number of threads, which must then stay.
     """
+    if x.shape[0] == 1:
+        return function(x.contiguous())
     return torch.stack([function(row.contiguous()) for row in x]) if x.shape[0] else torch.empty_like(x)
 
 
@@ -101,22 +103,29 @@ class Operands:
     beta: Tensor
 
     def take(self, rows: Sequence[int], heads: slice) -> Operands:
-        """Operands of some rows and heads. One row is a view; more are gathered."""
+        """Operands of some rows and heads. One row is a view, as is everything in its own order; others are gathered."""
+        if heads.start == 0 and heads.stop == self.v.shape[1] and list(rows) == list(range(len(self.v))):
+            return self
         pick = slice(rows[0], rows[0] + 1) if len(rows) == 1 else torch.tensor(rows, device=self.v.device)
         return Operands(*(x[pick, heads] for x in (self.q, self.k, self.v, self.decay, self.beta)))
 
     def part(self, rows: slice) -> Operands:
         """Operands of consecutive rows, as views."""
+        if rows.stop - rows.start == len(self.v):
+            return self
         return Operands(*(x[rows] for x in (self.q, self.k, self.v, self.decay, self.beta)))
 
 
 def prepare(ops: GdnOps, contract: Contract, *, query: bool = True) -> Operands:
     """Norms and gates of T rows (contract section 2). Without `query` (replay needs none) the result's q is k."""
     hk, hv, dk = ops.k.shape[1], ops.v.shape[1], ops.k.shape[2]
-    spread = torch.arange(hv, device=ops.k.device)
-    spread = spread // (hv // hk) if contract.head_map == "grouped" else spread % hk
-    k = normalise(ops.k, contract.norm)[:, spread]
-    q = (normalise(ops.q, contract.norm) * dk**-0.5)[:, spread] if query else k
+    keys = torch.cat([ops.k, ops.q], 1) if query else ops.k  # one pass over both: on small rows the calls are the cost
+    heads = normalise(keys, contract.norm).view(len(keys), 1 + query, hk, dk)
+    spread = heads.unsqueeze(3 if contract.head_map == "grouped" else 2)
+    many = (hk, hv // hk) if contract.head_map == "grouped" else (hv // hk, hk)
+    spread = spread.expand(-1, -1, *many, -1).reshape(len(keys), 1 + query, hv, dk)
+    k = spread[:, 0]
+    q = spread[:, 1] * dk**-0.5 if query else k
     g = -torch.exp(ops.A_log.contiguous()) * softplus(ops.a.to(torch.float32) + ops.dt_bias, contract.softplus)
     beta = sigmoid(ops.b.to(torch.float32))
     if contract.beta == "bf16":
@@ -131,7 +140,7 @@ def step(state: Tensor, scratch: Tensor, x: Operands, reduce: Reduce, *, output:
     `scratch`, or None without `output`; the state's bits are the same either way.
     """
     k = x.k.unsqueeze(-1)
-    state.mul_(x.decay[..., None, None])
+    state.mul_(x.decay.unsqueeze(-1).unsqueeze(-1))
     torch.mul(state, k, out=scratch)
     u = (x.v - reduce(scratch)).mul_(x.beta.unsqueeze(-1))
     torch.mul(k, u.unsqueeze(-2), out=scratch)
