@@ -18,7 +18,7 @@ from audit.calls import call
 from audit.guard import poison_
 from audit.slab import Slab
 from audit.world import BF16, Draws, Past, World, joined
-from lumotree.backends.batch import accepted_paths, build_batch, flat_slots
+from lumotree.backends.batch import accepted_paths, build_batch
 from lumotree.backends.protocol import (
     SHARED_OPERANDS,
     SURFACES,
@@ -212,8 +212,12 @@ class Engine:
 
     def flat(self, request: Request, positions: Iterable[int]) -> Tensor:
         """Flat KV slots, int64, of positions in a request's pages."""
-        table = torch.tensor([request.pages], device=self.device)
-        return flat_slots(table, self.world.page_size, 0, list(positions))
+        return torch.tensor(self.places(request, positions), dtype=torch.int64, device=self.device)
+
+    def places(self, request: Request, positions: Iterable[int]) -> list[int]:
+        """The same as plain numbers."""
+        size = self.world.page_size
+        return [request.pages[p // size] * size + p % size for p in positions]
 
     def export(self, key: int, layer: int) -> State:
         """Canonical state of a request."""
@@ -259,7 +263,7 @@ class Engine:
         if placement == "scattered":
             return [free.pop() for _ in range(n)]
         start = self.requests[turn.key].length
-        own: list[int] = self.committed(turn.key, range(start, start + n)).tolist()
+        own = self.places(self.requests[turn.key], range(start, start + n))
         return self._shuffled(own) if placement == "shuffled" else own
 
     def _shuffled(self, values: Sequence[int]) -> list[int]:
@@ -360,8 +364,8 @@ class Engine:
     def release(self, running: Running) -> None:
         """Candidates' KV slots that did not become committed ones are free again, and so is the metadata."""
         self.expire()
-        kept = {int(s) for t in running.turns if t
-                for s in self.committed(t.key, range(self.requests[t.key].length))}  # fmt: skip
+        live = [self.requests[t.key] for t in running.turns if t]
+        kept = {slot for request in live for slot in self.places(request, range(request.length))}
         candidates = [int(s) for t in running.trees if t for s in t.slots]
         self.poison_kv([s for s in candidates if s not in kept])
 
@@ -370,7 +374,8 @@ class Engine:
 
         apart: attention in a call of its own, as in a model whose layers have either attention or the other two.
         """
-        slots = [self.committed(t.key, [self.requests[t.key].length]).tolist() if t else [] for t in turns]
+        requests = [self.requests[t.key] if t else None for t in turns]
+        slots = [self.places(r, [r.length]) if r else [] for r in requests]
         batch, _ = self.batch(turns, slots)
         for layer, outs in enumerate(self.out):
             ops = self._load([t.rows[layer] for t in turns if t], layer)

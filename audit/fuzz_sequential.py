@@ -3,34 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from audit.calls import call
-from audit.distance import same_bits
 from audit.engine import Engine, Request
 from audit.guard import poison_
 from audit.play import Actor
-from audit.world import Past, with_rows
+from audit.slab import Slab
+from audit.world import Past
 from lumotree.backends.batch import build_batch
-from lumotree.backends.protocol import Batch, StepOps, StepOut
+from lumotree.backends.protocol import SHARED_OPERANDS, Batch, StepOps, StepOut
 from lumotree.state import KVCache, Pools, canonical_state
 from lumotree.tree import Tree
 
 
 @dataclass(frozen=True)
 class Left:
-    """What decoding the path to one row left, all layers: recurrent (pool layout), conv, k and v of the row itself, and
-    the outputs by layer and surface."""
+    """What decoding the path to one row left, all layers: recurrent (pool layout), conv, keys and values of every place
+    that the tree can reach, the row's own at `depth`, and the outputs by layer and surface."""
 
     recurrent: Tensor
     conv: Tensor
-    k: Tensor
-    v: Tensor
+    keys: Tensor
+    values: Tensor
+    depth: int
     out: list[dict[str, Tensor]]
+
+    @property
+    def k(self) -> Tensor:
+        """Keys of the row itself."""
+        return self.keys[:, self.depth]
+
+    @property
+    def v(self) -> Tensor:
+        """Values of the row itself."""
+        return self.values[:, self.depth]
 
 
 @dataclass
@@ -45,9 +56,14 @@ class Sequential:
     pools: Pools = field(init=False)
 
     def __post_init__(self) -> None:
-        p = self.engine.pools
-        self.pools = Pools(p.recurrent.clone(), p.conv.clone(), KVCache(p.cache.k.clone(), p.cache.v.clone()))
+        live = self.engine.pools.tensors()
+        self._slab = Slab([(n, tuple(t.shape), t.dtype) for n, t in live.items()], self.engine.device)
+        for name, tensor in live.items():
+            self._slab[name].copy_(tensor)
+        kept = self._slab
+        self.pools = Pools(kept["recurrent"], kept["conv"], KVCache(kept["k"], kept["v"]))
         self._batches: dict[tuple[int, tuple[int, ...], int], Batch] = {}
+        self._like: Batch | None = None
 
     def mirror(self, slot: int | None = None, kv: Tensor | None = None) -> None:
         """Take over what the engine itself has written: a state slot, some flat KV slots."""
@@ -71,32 +87,33 @@ class Sequential:
 
     def walk(self, request: Request, actor: Actor) -> dict[int, Left]:
         """Active row -> what decoding its path leaves. Raises AssertionError naming what a step wrote elsewhere."""
-        tree, slot = actor.tree, request.slot
-        before = self._copies()
+        tree, start = actor.tree, request.length
+        self._slab.accept_all()
+        reach = self.where(request, start, start + tree.max_depth + 1)
+        origin = self._left(request.slot, reach, 0, [])
         left: dict[int, Left] = {}
-        reach = self.where(request, request.length, request.length + tree.max_depth + 1)
+        stands = -1  # the row that the pools stand behind: a chain goes on where it is
         for row in tree.active_rows:
-            path = [left[r] for r in tree.path(row)[:-1]]
-            start = path[-1] if path else None
-            self.pools.recurrent[:, slot] = before["recurrent"][:, slot] if start is None else start.recurrent
-            self.pools.conv[:, slot] = before["conv"][:, slot] if start is None else start.conv
-            for name, pool in (("k", self.pools.cache.k), ("v", self.pools.cache.v)):
-                pool[:, reach] = before[name][:, reach]
-                for at, one in zip(reach, path, strict=False):
-                    pool[:, at] = getattr(one, name)
-            left[row] = self._step(request, request.length + len(path), [with_rows(r, [row]) for r in actor.rows])
-        self.pools.recurrent[:, slot], self.pools.conv[:, slot] = before["recurrent"][:, slot], before["conv"][:, slot]
-        self.pools.cache.k[:, reach], self.pools.cache.v[:, reach] = before["k"][:, reach], before["v"][:, reach]
-        wrong = [name for name, now in self._all().items() if not same_bits(now, before[name])]
+            parent, depth = int(tree.parents[row]), int(tree.depth[row])
+            if parent != stands:
+                self._put(request.slot, reach, left[parent] if parent >= 0 else origin)
+            outs = self._step(request, start + depth, [_row(part, row) for part in actor.rows])
+            left[row], stands = self._left(request.slot, reach, depth, outs), row
+        self._put(request.slot, reach, origin)
+        wrong = self._slab.changed()
         if wrong:
             raise AssertionError(f"one-token decoding wrote outside its request: {', '.join(wrong)}")
         return left
 
-    def _all(self) -> dict[str, Tensor]:
-        return self.pools.tensors()
+    def _left(self, slot: int, reach: Tensor, depth: int, outs: list[dict[str, Tensor]]) -> Left:
+        p = self.pools
+        return Left(
+            p.recurrent[:, slot].clone(), p.conv[:, slot].clone(), p.cache.k[:, reach], p.cache.v[:, reach], depth, outs
+        )
 
-    def _copies(self) -> dict[str, Tensor]:
-        return {name: x.clone() for name, x in self._all().items()}
+    def _put(self, slot: int, reach: Tensor, left: Left) -> None:
+        self.pools.recurrent[:, slot], self.pools.conv[:, slot] = left.recurrent, left.conv
+        self.pools.cache.k[:, reach], self.pools.cache.v[:, reach] = left.keys, left.values
 
     def commit(self, request: Request, left: Sequence[Left]) -> None:
         """Make the state after a path (not empty) the request's own."""
@@ -105,7 +122,7 @@ class Sequential:
         self.pools.cache.k[:, at] = torch.stack([x.k for x in left], 1)
         self.pools.cache.v[:, at] = torch.stack([x.v for x in left], 1)
 
-    def _step(self, request: Request, position: int, ops: list[StepOps]) -> Left:
+    def _step(self, request: Request, position: int, ops: list[StepOps]) -> list[dict[str, Tensor]]:
         engine, batch = self.engine, self._batch(request, position)
         outs = []
         for layer, part in enumerate(ops):
@@ -113,18 +130,40 @@ class Sequential:
             out = {s: poison_(torch.empty_like(o[:1])) for s, o in engine.out[layer].items()}
             call(self.backend, "native_step", engine.where, own, self.pools, batch, StepOut(**out), layer)
             outs.append({s: o[0] for s, o in out.items()})
-        at, slot = int(batch.row_slot[0]), request.slot
-        k, v = self.pools.cache.k[:, at].clone(), self.pools.cache.v[:, at].clone()
-        return Left(self.pools.recurrent[:, slot].clone(), self.pools.conv[:, slot].clone(), k, v, outs)
+        return outs
 
     def _batch(self, request: Request, position: int) -> Batch:
         key = request.slot, request.pages, position
         if key not in self._batches:
-            at = self.where(request, position, position + 1).tolist()
-            tree = Tree.make([-1], slots=at, num_slots=self.engine.world.flat_slots, prefix_len=position)
-            table = torch.tensor([request.pages], dtype=torch.int32)
-            size = self.engine.world.page_size
-            self._batches[key] = build_batch(
-                [tree], state_slots=[request.slot], page_table=table, page_size=size, device=self.engine.device
+            at = self.engine.places(request, [position])
+            if self._like is None:
+                self._like = self._built(request, position, at)
+            self._batches[key] = replace(
+                self._like,
+                position=self._int32([position]),
+                prefix_len=self._int32([position]),
+                state_slot=self._int32([request.slot]),
+                row_slot=self._int32(at),
+                page_table=self._int32([request.pages]),
             )
         return self._batches[key]
+
+    def _built(self, request: Request, position: int, at: list[int]) -> Batch:
+        """One row of one request; another request's or position's differs in five tensors."""
+        engine = self.engine
+        tree = Tree.make([-1], slots=at, num_slots=engine.world.flat_slots, prefix_len=position)
+        table, size = self._int32([request.pages]), engine.world.page_size
+        return build_batch([tree], state_slots=[request.slot], page_table=table, page_size=size, device=engine.device)
+
+    def _int32(self, values: Sequence[Any]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self.engine.device)
+
+
+def _row(ops: StepOps, row: int) -> StepOps:
+    """The operands of one row, in memory of their own."""
+    return StepOps(*(None if part is None else _row_of(part, row) for part in vars(ops).values()))
+
+
+def _row_of(part: Any, row: int) -> Any:
+    own = {k: v if k in SHARED_OPERANDS else v[row : row + 1].clone() for k, v in vars(part).items()}
+    return type(part)(**own)

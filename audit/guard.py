@@ -18,8 +18,8 @@ GUARD = 64
 #: A quiet NaN with a payload that no arithmetic produces, so that an overwritten guard shows even if NaN is written.
 _CANARY = {torch.bfloat16: 0x7FC5, torch.float16: 0x7E05, torch.float32: 0x7FC0CAFE, torch.float64: 0x7FF80000CAFE0001}
 
-
-_INTEGERS = {
+#: The integers of a floating-point dtype's size: its bits.
+INTEGERS = {
     torch.bfloat16: torch.int16,
     torch.float16: torch.int16,
     torch.float32: torch.int32,
@@ -30,7 +30,7 @@ _INTEGERS = {
 def poison_(x: Tensor) -> Tensor:
     """Fill with the canary NaN (floating point) or -1 (integers); in place."""
     if x.is_floating_point():
-        x.view(_INTEGERS[x.dtype]).fill_(_CANARY[x.dtype])
+        x.view(INTEGERS[x.dtype]).fill_(_CANARY[x.dtype])
     else:
         x.fill_(-1 if x.dtype != torch.bool else 0)
     return x

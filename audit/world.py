@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -116,17 +117,10 @@ class Draws:
         a = torch.where(odd[:, :1] < 0.06, -200.0, torch.where(odd[:, :1] > 0.97, 80.0, a))
         b = torch.where(odd[:, 1:2] < 0.04, -200.0, torch.where(odd[:, 1:2] > 0.92, 200.0, b))
         k = torch.where(odd[:, 2, None, None] < 0.05, 0.0, take(d.hk, d.dk))
-        gdn = replace(
-            shared.gdn,
-            q=take(d.hk, d.dk).to(BF16),
-            k=k.to(BF16),
-            v=take(d.hv, d.dv).to(BF16),
-            a=a.to(BF16),
-            b=b.to(BF16),
-        )
-        conv = replace(shared.conv, x=take(d.conv_channels).to(BF16))
+        gdn = replace(shared.gdn, q=take(d.hk, d.dk), k=k, v=take(d.hv, d.dv), a=a, b=b)
+        conv = replace(shared.conv, x=take(d.conv_channels))
         q, key, value = take(d.q_heads, d.head_dim), take(d.kv_heads, d.head_dim), take(d.kv_heads, d.head_dim)
-        attention = replace(shared.attention, q=q.to(BF16), k=key.to(BF16), v=value.to(BF16))
+        attention = replace(shared.attention, q=q, k=key, v=value)
         return StepOps(gdn, conv, attention)
 
     def past(self, length: int, *stream: int) -> Past:
@@ -141,14 +135,14 @@ class Draws:
 
 
 class _Carver:
-    """Normal numbers out of one draw: a call of the generator costs more than what it draws here."""
+    """Normal numbers, bf16, out of one draw: a call of the generator costs more than what it draws here."""
 
     def __init__(self, source: Source, count: int, d: Dims) -> None:
         width = 2 * d.hv + 2 * d.hk * d.dk + d.hv * d.dv + d.conv_channels + (d.q_heads + 2 * d.kv_heads) * d.head_dim
-        self._values, self._at = source.normal(count, width), 0
+        self._values, self._at = source.normal(count, width).to(BF16), 0
 
     def __call__(self, *shape: int) -> Tensor:
-        size = int(np.prod(shape))
+        size = math.prod(shape)
         self._at += size
         return self._values[:, self._at - size : self._at].reshape(-1, *shape)
 

@@ -103,7 +103,7 @@ class Operands:
     beta: Tensor
 
     def take(self, rows: Sequence[int], heads: slice) -> Operands:
-        """Operands of some rows and heads. One row is a view, as is everything in its own order; others are gathered."""
+        """Operands of some rows and heads. One row, or all in their order, are views; others are gathered."""
         if heads.start == 0 and heads.stop == self.v.shape[1] and list(rows) == list(range(len(self.v))):
             return self
         pick = slice(rows[0], rows[0] + 1) if len(rows) == 1 else torch.tensor(rows, device=self.v.device)
