@@ -6,17 +6,14 @@ find one within `CONTROL_PROGRAMS` programs could not have found a fault like it
 
 from __future__ import annotations
 
-import gc
 import re
 import shlex
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from hypothesis import HealthCheck, Phase, Verbosity, seed, settings
 from hypothesis.configuration import set_hypothesis_home_dir
 from hypothesis.database import DirectoryBasedExampleDatabase, ExampleDatabase
@@ -115,8 +112,7 @@ def hunt(
     )  # fmt: skip
     failed, flaky = False, False
     try:
-        with _quiet():
-            run_state_machine_as_test(seed(number)(machine(make, dims, ledger)), settings=chosen)
+        run_state_machine_as_test(seed(number)(machine(make, dims, ledger)), settings=chosen)
     except MismatchError:
         failed = True
     except Flaky:
@@ -125,18 +121,6 @@ def hunt(
     if smallest is not None and shrink and not flaky:
         smallest = shrunk(smallest, make)
     return Hunt(ledger, time.perf_counter() - clock, time.process_time() - cpu, smallest, flaky)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """No autograd bookkeeping, as a serving engine has none, and no garbage collection of what was there before: both
-    cost as much as the arithmetic of small tensors."""
-    gc.freeze()
-    try:
-        with torch.inference_mode():
-            yield
-    finally:
-        gc.unfreeze()
 
 
 def fuzz(options: FuzzOptions) -> FuzzRun:

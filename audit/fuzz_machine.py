@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
+import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
@@ -78,7 +79,8 @@ class Programs(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.ledger.programs += 1
-        self.backend = type(self).make_backend()
+        with torch.inference_mode():  # as every step, so that what a backend keeps is of one kind
+            self.backend = type(self).make_backend()
         self.contract: Contract = self.backend.contract
         self.next_key = 0
 
@@ -108,7 +110,8 @@ class Programs(RuleBasedStateMachine):
         self.long = long
         world = World(dims, seed, slots, rows=LIVE * (BRANCHES + 1), page_size=page_size, fresh=fresh)
         self.program = Program(world)
-        self.driver = Driver(self.backend, world, type(self).make_backend())
+        with torch.inference_mode():
+            self.driver = Driver(self.backend, world, type(self).make_backend())
         for length in tokens[:count]:
             self._admit(length)
 

@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from audit.fuzz_driver import Driver, ProgramError
 from audit.fuzz_judge import MismatchError
 from audit.world import World
@@ -26,7 +28,8 @@ class Program:
 
     def run(self, backend: Any, reference: Any = None) -> MismatchError | None:
         """Run every step on a fresh driver; what went wrong, or None."""
-        driver = Driver(backend, self.world, reference)
+        with torch.inference_mode():
+            driver = Driver(backend, self.world, reference)
         try:
             for name, args, kwargs in self.steps:
                 make(driver, name, args, kwargs)
@@ -65,9 +68,11 @@ class Program:
 
 
 def make(driver: Driver, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Make one step. A backend that refuses a step of a legal program is wrong: MismatchError; ProgramError passes."""
+    """Make one step, without autograd's bookkeeping, as a serving engine does. A backend that refuses a step of a legal
+    program is wrong: MismatchError; ProgramError passes."""
     try:
-        getattr(driver, name)(*args, **kwargs)
+        with torch.inference_mode():
+            getattr(driver, name)(*args, **kwargs)
     except ProgramError:
         raise
     except InputError as refusal:

@@ -72,9 +72,9 @@ def _summed(x: Tensor, y: Tensor, parts: Sequence[slice]) -> Tensor:
     """`x * y`, summed over dimension 2 of 4; the products of all parts of dimension 0 lie in the same memory."""
     if len(parts) == 1:
         return halve(x * y, 2)
-    heads, group, _, last = shape = torch.broadcast_shapes(x.shape, y.shape)
+    heads, group, summed, last = (max(sizes) for sizes in zip(x.shape, y.shape, strict=True))
     result = torch.empty((heads, group, last), dtype=x.dtype, device=x.device)
-    scratch = torch.empty((parts[0].stop, *shape[1:]), dtype=x.dtype, device=x.device)
+    scratch = torch.empty((parts[0].stop, group, summed, last), dtype=x.dtype, device=x.device)
     for h in parts:
         product = scratch[: h.stop - h.start]
         torch.mul(x[h], y[h], out=product)
