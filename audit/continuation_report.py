@@ -221,6 +221,9 @@ def _all(j: Judged, cell: Cell) -> bool:
 
 def _drift_checks(j: Judged) -> list[Check]:
     drift = j.found.drift
+    if j.found.drift_stopped:
+        title = "long decoding by trees = plain"
+        return [Check("drift.tokens", title, "all", _bits_rung(j), "fail", 1, 0, note=j.found.drift_stopped)]
     if drift is None:
         return []
     count = len(drift.native.tokens)

@@ -32,7 +32,7 @@ from audit.render.progress import Progress
 from audit.report import Report
 from faults.continuation import ENGINE_FAULTS
 from lumotree.cycle_types import Stack
-from lumotree.errors import BackendError, InputError
+from lumotree.errors import BackendError, DecodeError, InputError
 
 #: Script -> behind its prompt and each cycle.
 ComparedTrace = dict[str, list[Compared]]
@@ -88,6 +88,7 @@ class Found:
     outcomes: list[Done] = field(default_factory=list)
     controls: list[tuple[Done, ComparedTrace]] = field(default_factory=list)
     drift: Drift | None = None
+    drift_stopped: str = ""
     spread: Spread | None = None
     recorded: Report | None = None
     layers: tuple[int, int] = (0, 0)
@@ -115,7 +116,10 @@ def work(task: Task, stack: Stack) -> Done:
     if task.kind == "native":
         save_trace(native_trace(stack, task.scripts, ARMS[task.name]), Path(task.trace))
     elif task.kind == "drift":
-        done.drift = measure_drift(stack, task.model, task.scripts[0].prompt, task.tokens)
+        try:
+            done.drift = measure_drift(stack, task.model, task.scripts[0].prompt, task.tokens)
+        except DecodeError as cause:  # logits that are no numbers: the kernel's failure, not bad input
+            done.refused = str(cause)
     elif task.kind == "calibration":
         done.spread = measure_spread(stack, task.prompts, task.tokens)
     else:
@@ -211,7 +215,7 @@ def _layers(stack: Stack) -> tuple[int, int]:
 def _sort(found: Found, reference: Trace, done: Done, signed_zeros: bool) -> None:
     task = done.task
     if task.kind == "drift":
-        found.drift = done.drift
+        found.drift, found.drift_stopped = done.drift, done.refused
         return
     if task.kind == "calibration":
         found.spread = done.spread

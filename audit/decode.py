@@ -213,8 +213,10 @@ def _locate(found: Found, machine: Bench) -> None:
             again, truth = result
             near = Verdict.empty()
             judge_surfaces(near, again, truth)
-            kept = [d for d in verdict.departures if d.run != run.name or d.what == "tokens"]
-            verdict.departures[:] = [*near.departures, *kept]
+            # What this other run does not show (a race, another batch) keeps its place, the end of its request.
+            nearer = {(d.request, d.what) for d in near.departures}
+            kept = [d for d in verdict.departures if d.run != run.name or (d.request, d.what) not in nearer]
+            verdict.departures[:] = [*(d for d in near.departures if d.what != "tokens"), *kept]
 
 
 def _stats(runs: Sequence[ModeRun], options: Options) -> list[ModeStats]:

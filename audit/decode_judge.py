@@ -52,6 +52,8 @@ def judge_tokens(verdict: Verdict, run: ModeRun, truth: Truth) -> None:
     Of a run that was stopped, what it had emitted is judged.
     """
     for number, output in run.outputs.items():
+        if run.stopped and number not in truth.outputs:
+            continue  # it ended before its first token; that it ended is the finding
         wanted = truth.outputs[number][: len(output) if run.stopped else None]
         longest = max(len(output), len(wanted))
         same = [i < len(output) and i < len(wanted) and output[i] == wanted[i] for i in range(longest)]
@@ -77,6 +79,8 @@ def judge_surfaces(verdict: Verdict, run: ModeRun, truth: Truth) -> None:
     """
     seen: set[tuple[int, str]] = set()
     for mark in run.marks:
+        if run.stopped and mark.number not in truth.digests:
+            continue  # it ended before its first token; that it ended is the finding
         wanted = truth.digests[mark.number].get(mark.committed, {})
         for key in sorted(mark.digests.keys() | wanted.keys(), key=str):
             surface, part, layer = key

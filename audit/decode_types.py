@@ -121,8 +121,9 @@ WHOLE = Share()
 
 
 def shares(options: Options, requests: int, workers: int) -> list[Share]:
-    """One for each batch of requests where workers share the run, else all requests in one."""
-    parts = -(-requests // options.batch) if workers > 1 else 1
+    """As many as workers, but each of more requests than a batch holds: so every share has a full batch, and a request
+    that is admitted when another has ended, as the whole run would have."""
+    parts = max(1, min(workers, requests // (options.batch + 1)))
     return [Share(first, parts) for first in range(parts)]
 
 

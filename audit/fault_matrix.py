@@ -28,6 +28,8 @@ from lumotree.contract import Contract
 WANTED = 0.99
 SIZE_TRIALS = 300
 PLAIN_TRIALS = 30
+#: Rows of the chains on which a fault that nothing catches must have no effect either.
+LONG = (20, 65)
 
 #: Confidence of the intervals.
 CONFIDENCE = 0.95
@@ -152,7 +154,9 @@ def audit_fault(backend: Any, fault: Fault, cases: Cases, plan: Plan) -> Row:
             break
     row = _row(fault, trials, found)
     if row.state == "Missed" and fault.unread:
-        calls = same_with_and_without(backend, fault, list(cases.reaching(fault)), plan.seed)
+        specs = list(cases.reaching(fault))
+        specs += [_along(specs[-1], min(rows, backend.contract.max_rows)) for rows in LONG if specs]
+        calls = same_with_and_without(backend, fault, specs, plan.seed)
         row = _without_effect(row, fault, calls) if calls else row
     measured = plan.full and fault.expect == "detected" and row.state != "Equivalent"
     return replace(row, rates=tuple(_rates(backend, fault, plan))) if measured else row
@@ -165,6 +169,11 @@ def _beyond_cases(backend: Any, fault: Fault, seed: int, done: bool) -> Iterator
             yield trial
     for program in () if done else PROGRAMS:
         yield program_trial(backend, fault, program, seed)
+
+
+def _along(spec: CaseSpec, rows: int) -> CaseSpec:
+    """The case with one long chain in it: a kernel may do otherwise for a path longer than any that the checks take."""
+    return replace(spec, id=f"{spec.id}/chain:{rows}", trees=(f"chain:{rows}",), prefixes=(2,))
 
 
 def _without_effect(row: Row, fault: Fault, calls: int) -> Row:

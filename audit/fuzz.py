@@ -251,7 +251,7 @@ def _program_findings(result: Hunt, options: FuzzOptions) -> list[Finding]:
 
 
 def _relations(options: FuzzOptions, backend: Any) -> tuple[list[Check], list[Finding]]:
-    names = options.relations or tuple(RELATIONS)
+    names = tuple(dict.fromkeys(options.relations)) or tuple(RELATIONS)
     seeds = [options.seed] if options.relations else [options.seed + i for i in range(RELATION_SEEDS)]
     checks, findings = [], []
     with Progress(len(names), "relations") as progress:

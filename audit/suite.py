@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -168,6 +169,15 @@ def check(options: Options) -> Run:
 def _diagnosed(run: Run, options: Options) -> Run:
     """The run with a diagnosis of the surfaces that have a check outside, on small cases in this process."""
     surfaces = sorted({c.surface for c in run.report.checks if c.status == "fail"})
+    said = f"diagnosis of {', '.join(surfaces)}: a minute or more; --no-diagnosis leaves it out"
+    print(said, file=sys.stderr, flush=True)
+    started = time.perf_counter()
+    found_run = _named(run, options, surfaces)
+    wall = round(run.report.wall_s + time.perf_counter() - started, 2)
+    return replace(found_run, report=replace(found_run.report, wall_s=wall))
+
+
+def _named(run: Run, options: Options, surfaces: Sequence[str]) -> Run:
     try:
         with one_thread():
             found = diagnose(lambda: load_backend(options.backend), options.seed, surfaces)
@@ -200,17 +210,31 @@ def _load_envelope(options: Options, backend: Any, shape: Shape) -> tuple[Envelo
         loaded = envelope.load(path)
         warnings = _check_applies(loaded, options, backend, shape, path)
     except EnvelopeError as refusal:
-        raise EnvelopeError(str(refusal).replace(REMEDY, _remedy(options, shape, path))) from refusal
+        other = path.exists() and _is_of_another(path, options, shape)
+        raise EnvelopeError(str(refusal).replace(REMEDY, _remedy(options, shape, path, other))) from refusal
     if loaded.seed == options.seed and loaded.case_sha256 == family_sha256(units(shape, "heldout", options.seed)):
         raise InputError(f"envelope {path}: made from the held-out cases themselves; {_remedy(options, shape, path)}")
     return EnvelopeRef(str(path), loaded.sha256, loaded.guarantee), loaded, warnings
 
 
-def _remedy(options: Options, shape: Shape, path: Path) -> str:
-    """The command that makes the envelope which this run needs."""
+def _is_of_another(path: Path, options: Options, shape: Shape) -> bool:
+    """Whether a whole envelope is there, for another backend or shape: one that must not be written over."""
+    try:
+        loaded = envelope.load(path)
+    except EnvelopeError:
+        return False
+    return (loaded.backend, loaded.shape) != (options.backend, shape.name)
+
+
+def _remedy(options: Options, shape: Shape, path: Path, other: bool = False) -> str:
+    """The command that makes the envelope which this run needs; `other`: `path` is somebody else's and stays."""
     device = [] if options.device == "cpu" else ["--device", options.device]
-    words = ["--backend", options.backend, "--shape", shape.name, *device, "--envelope", str(path), "--force"]
-    return f"recalibrate: {shlex.join(['lumotree-audit', 'calibrate', *words])}"
+    words = ["--backend", options.backend, "--shape", shape.name, *device]
+    if other:
+        again = shlex.join(["lumotree-audit", "calibrate", *words])
+        return f"name this backend's own with --envelope, or leave that out and calibrate: {again}"
+    start, force = ("recalibrate", ["--force"]) if path.exists() else ("calibrate first", [])
+    return f"{start}: {shlex.join(['lumotree-audit', 'calibrate', *words, '--envelope', str(path), *force])}"
 
 
 def _check_applies(loaded: Envelope, options: Options, backend: Any, shape: Shape, path: Path) -> list[str]:

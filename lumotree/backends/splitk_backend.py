@@ -54,7 +54,7 @@ class SplitKAttentionBackend(TritonBackend):
         """All scratch of verification and publication; the one-token step allocates its own."""
         base = super().allocate(dims, limits, device)
         words = -(-min(limits.rows, self.contract.max_rows) // WORD)
-        sizes = (limits.rows, dims.q_heads, dims.head_dim, words, self.shape.splits(self.max_keys))
+        sizes = (limits.rows, dims.q_heads, dims.head_dim, words, self.shape.splits(self.max_keys + limits.rows))
         launch.check_memory("split-K attention workspace", SplitScratch.size(*sizes), device)
         return SplitKWorkspace(**vars(base), split=SplitScratch.make(limits.requests, *sizes, device))
 
@@ -71,7 +71,7 @@ class SplitKAttentionBackend(TritonBackend):
         super().native_step(replace(ops, attention=None), pools, batch, out, layer)
         if ops.attention is not None and out.attention is not None:
             q_heads, head_dim = ops.attention.q.shape[1:]
-            splits = self.shape.splits(batch.page_table.shape[1] * batch.page_size)
+            splits = self.shape.splits(batch.page_table.shape[1] * batch.page_size + batch.rows)
             sizes = (batch.requests, batch.rows, q_heads, head_dim, 1, splits)
             scratch = SplitScratch.make(*sizes, out.attention.device)
             self._attend(ops.attention, pools.cache, batch, scratch, out.attention, layer, tree=False)

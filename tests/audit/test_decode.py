@@ -17,7 +17,7 @@ from audit.decode_controls import first_on
 from audit.decode_judge import Departure, Verdict, judge_surfaces, judge_tokens, same_runs
 from audit.decode_setup import open_backend, open_stack
 from audit.decode_stats import stats_of
-from audit.decode_types import Mark, ModeRun, Options, Truth
+from audit.decode_types import Mark, ModeRun, Options, Truth, shares
 from audit.render.decode import histogram, tables
 from audit.render.markdown import render_markdown
 from audit.report import from_json, to_json
@@ -241,6 +241,54 @@ def test_workers_share_the_requests_of_a_long_run(small):
     assert [(c.id, c.cells, c.bitwise_cells, c.status) for c in here.report.checks] == [
         (c.id, c.cells, c.bitwise_cells, c.status) for c in there.report.checks
     ]
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2, 14])
+@pytest.mark.parametrize(("requests", "batch"), [(1, 4), (4, 4), (5, 4), (6, 4), (10, 4), (17, 16), (86, 16), (86, 8)])
+def test_every_share_has_a_full_batch_and_a_request_that_comes_later(workers, requests, batch):
+    split = shares(Options(batch=batch), requests, workers)
+    sizes = [sum(share.has(number) for number in range(requests)) for share in split]
+    assert sum(sizes) == requests and len(split) <= max(workers, 1)
+    assert len(split) == 1 or min(sizes) > batch
+
+
+def test_numbers_that_fail_in_a_later_prompt_chunk_fail_the_run(small, backend_file):
+    name = backend_file("""
+        from lumotree.backends.torch_backend import TorchBackend
+
+        class NanLate(TorchBackend):
+            def attention_verify(self, ops, cache, batch, ws, out, layer):
+                super().attention_verify(ops, cache, batch, ws, out, layer)
+                if int(batch.prefix_len.max()) >= 32:
+                    out.fill_(float("nan"))
+
+        make = NanLate
+    """)
+    late = replace(small, backend=name, prompt_tokens=40, tokens=4, modes=("plain", "mtp5"), controls=False)
+    report = run_decode(late).report
+    assert report.exit_code == 1 and any("not a finite number" in reason for reason in report.reasons)
+
+
+def test_a_failure_that_does_not_come_again_keeps_its_place(small, backend_file):
+    name = backend_file("""
+        from lumotree.backends.torch_backend import TorchBackend
+
+        class Once(TorchBackend):
+            calls = 0
+
+            def gdn_publish(self, pool, batch, accepted, ws, layers):
+                super().gdn_publish(pool, batch, accepted, ws, layers)
+                Once.calls += 1
+                if Once.calls == 5:
+                    pool[layers[0], batch.state_slot.long(), 0, 0, 0] += 1.0
+
+        make = Once
+    """)
+    once = replace(small, backend=name, every=False, modes=("mtp5",), laws=("greedy",), controls=False)
+    report = run_decode(once).report
+    assert report.exit_code == 1
+    failed = {check.id for check in report.checks if check.status == "fail"}
+    assert "greedy_R" in failed and failed <= {finding.check for finding in report.findings}
 
 
 def test_a_departure_in_any_share_of_a_long_run_is_found(small, backend_file):

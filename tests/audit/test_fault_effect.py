@@ -14,7 +14,7 @@ from torch import Tensor
 from audit import fault_effect
 from audit.fault_cases import ladder
 from audit.fault_effect import digest, same_with_and_without
-from audit.fault_matrix import Cases, Plan, audit_fault
+from audit.fault_matrix import Cases, Plan, _along, audit_fault
 from audit.fault_report import to_report
 from audit.render.matrix import print_matrix
 from faults import BLIND, CATALOGUE, EVERY, Fault
@@ -87,6 +87,22 @@ def test_a_kernel_that_copies_a_kept_state_does_the_same_with_a_fault_of_the_pat
 )
 def test_a_kernel_that_reads_the_path_does_not(backend: Any) -> None:
     assert same_with_and_without(backend, SKIPPED, SPECS, 1) == 0
+
+
+class LongReplay(BankBackend):
+    """A bank for short paths; of a path of more than eight rows it also reads the middle."""
+
+    def gdn_publish(self, pool: Tensor, batch: Batch, accepted: Accepted, ws: Bank, layers: Sequence[int]) -> None:
+        super().gdn_publish(pool, batch, accepted, ws, layers)
+        for request, length in enumerate(accepted.length.tolist()):
+            if length > 8:
+                pool[list(layers), batch.state_slot[request]] += accepted.rows[request, :length].sum()
+
+
+def test_a_kernel_that_reads_only_long_paths_is_asked_a_long_path() -> None:
+    fault = replace(SKIPPED, id="parent_skipped.gdn")
+    assert same_with_and_without(LongReplay(), fault, SPECS, 1)
+    assert not same_with_and_without(LongReplay(), fault, [*SPECS, _along(SPECS[0], 20)], 1)
 
 
 def test_nothing_is_shown_for_a_kernel_that_cannot_be_copied() -> None:

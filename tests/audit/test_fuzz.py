@@ -496,6 +496,22 @@ def test_a_relation_alone_passes_only_beside_a_wrong_backend_that_breaks_it(
     assert report.verdict == "PASS" and control.detected and control.by == f"relation.{name}"
 
 
+def test_a_surface_that_nobody_writes_keeps_no_relation(broken: Path) -> None:
+    (broken / "fuzz_dead.py").write_text(
+        "from dataclasses import replace\n"
+        "from lumotree.backends.torch_backend import TorchBackend\n\n"
+        "class Kernel(TorchBackend):\n"
+        "    def attention_verify(self, *args):\n        pass\n\n"
+        "    def kv_publish(self, *args):\n        pass\n\n"
+        "    def native_step(self, ops, pools, batch, out, layer):\n"
+        "        super().native_step(replace(ops, attention=None), pools, batch, out, layer)\n"
+    )
+    report = fuzz(FuzzOptions("fuzz_dead:Kernel", relations=("alone", "alone"))).report
+    assert report.verdict == "FAIL" and len(report.checks) == 1
+    assert {f.check for f in report.findings} == {"attention.alone"}
+    assert report.findings[0].allowed == "a finite number"
+
+
 def test_a_relation_that_no_wrong_backend_breaks_is_inconclusive(broken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RELATIONS["alone"].__class__, "run", lambda self, *args: [])
     report = fuzz(FuzzOptions(relations=("alone",))).report

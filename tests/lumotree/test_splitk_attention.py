@@ -292,8 +292,8 @@ def test_batches_that_do_not_fit_the_workspace_are_refused() -> None:
         backend.attention_verify(s.ops, s.cache, batch, replace(good, split=split), out, 0)
 
     attend(s.batch, good.split)
-    far = replace(s.batch, page_table=torch.zeros((1, 9), dtype=torch.int32, device=DEVICE))
-    with pytest.raises(ContractError, match=r"keys=36, above the limit; allowed: at most 32; .* larger max_keys"):
+    far = replace(s.batch, page_table=torch.zeros((1, 40), dtype=torch.int32, device=DEVICE))
+    with pytest.raises(ContractError, match=r"keys=163, above the limit; allowed: at most \d+; .* larger max_keys"):
         attend(far, good.split)
     with pytest.raises(ContractError, match="expected page_size >= 1, got page_size=0"):
         attend(replace(s.batch, page_size=0), good.split)
@@ -307,11 +307,19 @@ def test_batches_that_do_not_fit_the_workspace_are_refused() -> None:
         attend(s.batch, replace(good.split, query=good.split.query[:, :1]))
 
 
+def test_candidates_behind_a_page_table_that_fills_the_workspace_are_not_lost() -> None:
+    """max_keys committed keys and a path of all rows behind them, as the limits allow."""
+    s = scene([request([-1, *range(9)], 30, 1)])
+    filled = replace(s, batch=replace(s.batch, page_table=s.batch.page_table[:, :8].contiguous()))
+    exact = SplitKAttentionBackend(shape=SMALL, max_keys=8 * s.batch.page_size)
+    assert same_bits(verify(filled, exact), verify(s, SplitKAttentionBackend(shape=SMALL)))
+
+
 def test_a_workspace_that_the_card_has_no_room_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 20, 80 << 30))
     monkeypatch.setattr(TritonBackend, "allocate", lambda self, dims, limits, device: None)
     backend = SplitKAttentionBackend(shape=SplitShape(), max_keys=1 << 17)
-    with pytest.raises(BackendError, match="split-K attention workspace: expected 97 MiB of free memory on cuda:0"):
+    with pytest.raises(BackendError, match="split-K attention workspace: expected 98 MiB of free memory on cuda:0"):
         backend.allocate(DIMS_27B, Limits(1, 32, 12, 2, 1), torch.device("cuda", 0))
 
 

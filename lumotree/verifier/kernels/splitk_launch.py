@@ -131,12 +131,13 @@ def _check(ops: AttentionOps, batch: Batch, scratch: SplitScratch, shape: SplitS
         launch.check_limit(what, "rows of a request", batch.rows, WORD * scratch.mask.shape[1])
     if batch.page_size < 1:
         raise ContractError(f"kernel split-K attention: expected page_size >= 1, got page_size={batch.page_size}")
-    reach = batch.page_table.shape[1] * batch.page_size
+    # Candidates follow the committed keys: a whole page table, and a path of all rows behind it.
+    reach = batch.page_table.shape[1] * batch.page_size + batch.rows
     room = scratch.top.shape[2] * shape.split
     if reach > room:
         raise ContractError(
-            f"kernel {what}: page_table has room for keys={reach}, above the limit; allowed: at most {room}; make the "
-            "backend with a larger max_keys"
+            f"kernel {what}: page_table and rows make room for keys={reach}, above the limit; allowed: at most {room}; "
+            "make the backend with a larger max_keys"
         )
     launch.check_shape("split-K attention", "q", ops.q, (batch.rows, *scratch.query.shape[1:]))
 
