@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -145,9 +146,15 @@ def _start(spec: StackSpec) -> None:
     _stack = make_stack(spec)
 
 
-def _work(task: Task) -> Done:
+def sealed(task: Task) -> bytes:
+    """The task as bytes, made in the caller's thread: the pool's own thread would pickle scripts and trees while this
+    one is filling in what they compute when first asked."""
+    return pickle.dumps(task)
+
+
+def _work(task: bytes) -> Done:
     assert _stack is not None
-    return work(task, _stack)
+    return work(pickle.loads(task), _stack)
 
 
 def _harvest(plan: Sequence[Course], texts: Sequence[Sequence[int]]) -> list[Script]:
@@ -181,12 +188,12 @@ def collect(
         found = Found(_harvested(pool, plan), layers=_layers(stack), head=stack.head is not None)
         first, then = early(found.scripts, folder), late(found.scripts, folder)
         with Progress(len(first) + len(then) + 1, "continuation") as progress:
-            futures = [pool.submit(_work, task) for task in first]
+            futures = [pool.submit(_work, sealed(task)) for task in first]
             reference = native_trace(stack, found.scripts, ARMS["A"])
             found.pids["A"] = os.getpid()
             progress.advance(note="native A")
             save_trace({name: snapshots[:1] for name, snapshots in reference.items()}, folder / PROMPTS_FILE)
-            for future in as_completed([*futures, *(pool.submit(_work, task) for task in then)]):
+            for future in as_completed([*futures, *(pool.submit(_work, sealed(task)) for task in then)]):
                 done = future.result()
                 _sort(found, reference, done, stack.backend.contract.zeros == "signed")
                 progress.advance(note=f"{done.task.kind} {done.task.name}".strip())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import pickle
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +18,7 @@ from audit.continuation_judge import first_wrong
 from audit.continuation_native import ARMS, Trace, native_trace
 from audit.continuation_plan import Script
 from audit.continuation_program import play_batch, play_cold, play_pair, play_repeat_and_resumed
-from audit.continuation_run import against
+from audit.continuation_run import Task, _work, against, sealed
 from audit.continuation_watch import expected_calls
 from audit.dump import DumpOptions, judge_dump
 from faults import Faulty
@@ -264,3 +266,11 @@ def test_a_write_into_somebody_elses_slot_is_told(cold: list[Script], native: Tr
     outcome = played(cold, native, Faulty(inner, conv_publish=publish))
     assert "conv in cycle 0" in outcome.touched
     assert any("bystander" in t for t in outcome.touched)
+
+
+def test_a_task_for_a_worker_is_bytes_before_the_pool_has_it() -> None:
+    """Handed over as it is, the pool's thread would pickle it while scripts and trees fill in what they keep."""
+    task = Task("control", "arm", tuple(scripts()), trace="trace.safetensors")
+    data = sealed(task)
+    assert task.scripts[0].bounds and pickle.loads(data) == task
+    assert inspect.signature(_work).parameters["task"].annotation == "bytes"

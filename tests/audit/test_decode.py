@@ -140,7 +140,7 @@ def test_the_command_exits_1_and_names_the_place(small, backend_file, capsys):
              "--tokens", "4", "--modes", "plain", "--laws", "greedy", "--workers", "0"]  # fmt: skip
     assert main(words) == 1
     text = " ".join(capsys.readouterr().out.split())
-    assert "greedy_C: plain greedy, cycle 0, conv, request 0, layer 0" in text
+    assert "greedy_C: " in text and "first in plain greedy, cycle 0, conv, request 0, layer 0" in text
 
 
 @pytest.mark.parametrize("method", ["attention_verify", "native_step"])
