@@ -31,7 +31,7 @@ from audit.decode_setup import (
 )
 from audit.decode_stats import BENCH_TOKENS, CycleCost, ModeStats, bench_cycles, stats_of
 from audit.decode_tasks import Bench, Broken, ControlTask, LocateTask, ModeTask, PlainTask, ReplayTask, Task, bench
-from audit.decode_types import LAWS, MODES, ModeRun, Options, Truth, merged_runs, merged_truths, shares
+from audit.decode_types import LAWS, MODES, ModeRun, Options, Share, Truth, merged_runs, merged_truths, shares
 from audit.environment import environment_on
 from audit.processes import peak_mib
 from audit.render.progress import Progress
@@ -80,8 +80,9 @@ def run_decode(options: Options) -> Run:
         _check_requests(options, stack, mode)
     found = Found()
     with bench(options, stack) as machine:
-        first = _first_tasks(options, len(prompts), machine.width)
-        replays = _replay_count(options, len(prompts), machine.width)
+        split = shares(options, len(prompts), machine.width)
+        first = _first_tasks(options, split)
+        replays = _replay_count(options, split, machine.width)
         with Progress(len(first) + replays, "decode") as progress:
             results = []
             for task, result in machine.run(first):
@@ -90,7 +91,7 @@ def run_decode(options: Options) -> Run:
             _sort(found, results)
             found.verdicts = {} if found.plain is None else {"greedy": _judge_greedy(found, found.plain)}
             if "sampled" in options.laws:
-                found.verdicts["sampled"] = _judge_sampled(found, machine, replays, progress)
+                found.verdicts["sampled"] = _judge_sampled(found, machine, split, replays, progress)
             if not options.every:
                 _locate(found, machine)
         found.stats = _stats(found.runs, options)
@@ -107,30 +108,29 @@ def _check_requests(options: Options, stack: Stack, mode: str) -> None:
         decoder.check(request)
 
 
-def _first_tasks(options: Options, requests: int, width: int) -> list[Task]:
+def _first_tasks(options: Options, split: Sequence[Share]) -> list[Task]:
     """Longest first."""
     wide = WIDE if WIDE in options.modes else options.modes[-1]
-    parts = shares(options, requests, width)
     tasks: list[Task] = []
     if "greedy" in options.laws:
-        tasks += [PlainTask(share) for share in parts]
+        tasks += [PlainTask(share) for share in split]
     if options.controls:
         tasks.append(ControlTask(tuple(DECODING)))
     order = ("budget", "hydra27", "mtp5", "suffix", "plain")
     for run in range(options.runs):
         for law in options.laws:
             named = [mode for mode in order if mode in options.modes]
-            tasks += [ModeTask(mode, law, run, share=share) for mode in named for share in parts]
+            tasks += [ModeTask(mode, law, run, share=share) for mode in named for share in split]
     tasks += [ModeTask(wide, law, 0, turned=True) for law in options.laws]
     return tasks
 
 
-def _replay_count(options: Options, requests: int, width: int) -> int:
+def _replay_count(options: Options, split: Sequence[Share], width: int) -> int:
     """Pieces in which plain decoding follows the sampled runs: as many as workers, or one a run and share."""
     if "sampled" not in options.laws:
         return 0
-    runs, parts = options.runs * len(options.modes), len(shares(options, requests, width))
-    return min(width, runs) if parts == 1 else runs * parts
+    runs = options.runs * len(options.modes)
+    return min(width, runs) if len(split) == 1 else runs * len(split)
 
 
 def _sort(found: Found, results: Sequence[tuple[Task, object]]) -> None:
@@ -179,10 +179,9 @@ def _judge_greedy(found: Found, truth: Truth) -> Verdict:
     return verdict
 
 
-def _judge_sampled(found: Found, machine: Bench, parts: int, progress: Progress) -> Verdict:
+def _judge_sampled(found: Found, machine: Bench, split: Sequence[Share], parts: int, progress: Progress) -> Verdict:
     verdict = Verdict.empty()
     sampled = [run for run in found.runs if run.law == "sampled"]
-    split = shares(machine.options, len(prompts_of(machine.options)), machine.width)
     if len(split) > 1:
         tasks = [ReplayTask((run.only(share),)) for run in sampled for share in split]
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -22,35 +22,12 @@ Line = tuple[str, str, str]
 def backend_lines() -> list[Line]:
     """(name, surfaces with what they claim, first sentence) of every backend; the last says what one that cannot be
     loaded lacks."""
-    lines = []
-    for name in known_backends():
-        try:
-            backend = load_backend(name)
-        except InputError as refusal:
-            lines.append((name, "-", _short(str(refusal))))
-            continue
-        surfaces = [s for s, has in covered_surfaces(backend).items() if all(has)]
-        by_claim: dict[str, list[str]] = {}
-        for surface in surfaces:
-            by_claim.setdefault(backend.contract.claim(surface), []).append(surface)
-        claims = [f"{claim}: {', '.join(of) if len(of) < 3 else 'all'}" for claim, of in by_claim.items()]
-        lines.append((name, "; ".join(claims), _first_sentence(backend)))
-    return lines
+    return [_line(name, _backend) for name in known_backends()]
 
 
 def sampler_lines() -> list[Line]:
     """(name, drafts and trees that it takes, first sentence) of every sampler."""
-    lines = []
-    for name in known_samplers():
-        try:
-            loaded = load_sampler(name)
-        except InputError as refusal:
-            lines.append((name, "-", _short(str(refusal))))
-            continue
-        takes = f"{', '.join(loaded.claims.drafts)}; {'trees' if loaded.claims.trees else 'chains'}"
-        what = f"lossless {RULES[name].lossless}" if name in RULES else _first_sentence(loaded.sampler)
-        lines.append((name, takes, what))
-    return lines
+    return [_line(name, _sampler) for name in known_samplers()]
 
 
 def print_lines(lines: Sequence[Line], covers: str, console: Console | None = None) -> None:
@@ -63,6 +40,29 @@ def print_lines(lines: Sequence[Line], covers: str, console: Console | None = No
     for line in lines:
         table.add_row(*(Text(cell) for cell in line))
     out.print(table)
+
+
+def _line(name: str, describe: Callable[[str], tuple[str, str]]) -> Line:
+    try:
+        return (name, *describe(name))
+    except InputError as refusal:
+        return (name, "-", _short(str(refusal)))
+
+
+def _backend(name: str) -> tuple[str, str]:
+    backend = load_backend(name)
+    by_claim: dict[str, list[str]] = {}
+    for surface, has in covered_surfaces(backend).items():
+        if all(has):
+            by_claim.setdefault(backend.contract.claim(surface), []).append(surface)
+    claims = [f"{claim}: {', '.join(of) if len(of) < 3 else 'all'}" for claim, of in by_claim.items()]
+    return "; ".join(claims), _first_sentence(backend)
+
+
+def _sampler(name: str) -> tuple[str, str]:
+    loaded = load_sampler(name)
+    takes = f"{', '.join(loaded.claims.drafts)}; {'trees' if loaded.claims.trees else 'chains'}"
+    return takes, f"lossless {RULES[name].lossless}" if name in RULES else _first_sentence(loaded.sampler)
 
 
 def _first_sentence(thing: object) -> str:

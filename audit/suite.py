@@ -206,24 +206,17 @@ def _chosen(only: Sequence[str], *pools: Sequence[CaseSpec]) -> list[CaseSpec]:
 
 def _load_envelope(options: Options, backend: Any, shape: Shape) -> tuple[EnvelopeRef, Envelope, list[str]]:
     path = default_envelope(options, shape)
+    loaded: Envelope | None = None
     try:
         loaded = envelope.load(path)
         warnings = _check_applies(loaded, options, backend, shape, path)
     except EnvelopeError as refusal:
-        other = path.exists() and _is_of_another(path, options, shape)
+        # A whole one that is another backend's or shape's: it must not be written over.
+        other = loaded is not None and (loaded.backend, loaded.shape) != (options.backend, shape.name)
         raise EnvelopeError(str(refusal).replace(REMEDY, _remedy(options, shape, path, other))) from refusal
     if loaded.seed == options.seed and loaded.case_sha256 == family_sha256(units(shape, "heldout", options.seed)):
         raise InputError(f"envelope {path}: made from the held-out cases themselves; {_remedy(options, shape, path)}")
     return EnvelopeRef(str(path), loaded.sha256, loaded.guarantee), loaded, warnings
-
-
-def _is_of_another(path: Path, options: Options, shape: Shape) -> bool:
-    """Whether a whole envelope is there, for another backend or shape: one that must not be written over."""
-    try:
-        loaded = envelope.load(path)
-    except EnvelopeError:
-        return False
-    return (loaded.backend, loaded.shape) != (options.backend, shape.name)
 
 
 def _remedy(options: Options, shape: Shape, path: Path, other: bool = False) -> str:
