@@ -131,6 +131,7 @@ class Cases:
         return self._own[key]
 
 
+@torch.inference_mode()  # programs run in it, and what a backend keeps between calls may not pass from mode to mode
 def audit_fault(backend: Any, fault: Fault, cases: Cases, plan: Plan) -> Row:
     """One row of the matrix."""
     if not fault.fits(backend):
@@ -241,7 +242,8 @@ _worker: tuple[Any, Cases, Plan] | None = None
 def _start(plan: Plan) -> None:
     global _worker
     torch.set_num_threads(1)
-    backend = load_backend(plan.backend)
+    with torch.inference_mode():
+        backend = load_backend(plan.backend)
     _worker = backend, Cases(ladder(plan.seed), backend.contract), plan
 
 

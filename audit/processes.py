@@ -49,16 +49,19 @@ def pooled(
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, initializer=start, initargs=args) as pool:
         futures = [pool.submit(work, *job) for job in jobs]
+        ended = False
         try:
             for future in futures if in_order else as_completed(futures):
                 yield future.result()
+            ended = True
         except BrokenProcessPool as died:
             raise BackendError(
                 f"{what}: a worker process died (out of memory, or a crash in the kernel). "
                 "Run in this process to see where: add --workers 0"
             ) from died
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            # What workers used is known once they have ended; a caller that stops early does not wait for them.
+            pool.shutdown(wait=ended, cancel_futures=True)
 
 
 def peak_mib(workers: int = 2) -> float:

@@ -36,7 +36,9 @@ class Scratch:
         """A contiguous tensor of a shape, unset; the next `take` of the same name and device invalidates it."""
         size = math.prod(shape)
         flat = self._flat.get((name, device))
-        if flat is None or flat.numel() < size:
+        # A tensor made in inference mode may not be written outside of it.
+        barred = flat is not None and flat.is_inference() and not torch.is_inference_mode_enabled()
+        if flat is None or flat.numel() < size or barred:
             flat = self._flat[name, device] = torch.empty(size, dtype=torch.float32, device=device)
         return flat[:size].view(*shape)
 

@@ -9,6 +9,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from rich.console import Console
 
 import faults
@@ -18,7 +19,7 @@ from audit.fault_matrix import Cases, Plan, Rate, Row, audit_fault, exact_interv
 from audit.fault_programs import PROGRAMS, run_program
 from audit.fault_report import missed, records, to_report
 from audit.fault_sampler import VOCAB, sampler_rows
-from audit.fault_trial import component_trial, program_trial, relation_trial
+from audit.fault_trial import component_trial, own_failure, program_trial, relation_trial
 from audit.render.matrix import matrix_svg, print_matrix
 from audit.report import from_json
 from audit.sampler_cases import CAPTURED_VOCAB, captured_cases
@@ -213,6 +214,29 @@ def test_worker_processes_give_the_same_rows() -> None:
     only = {"wrong_parent.conv", "taps_reversed.conv"}
     inline, pooled = (run_matrix(PLAN, lambda f: f.id in only, workers) for workers in (0, 1))
     assert inline == pooled and [r.state for r in inline] == ["Caught", "Caught"]
+
+
+def test_a_backend_meets_all_trials_of_a_fault_in_one_mode(cases: Cases) -> None:
+    modes = set()
+
+    class Watched(TorchBackend):
+        def native_step(self, *args: Any) -> None:
+            modes.add(torch.is_inference_mode_enabled())
+            super().native_step(*args)
+
+    row = audit_fault(Watched(), CATALOGUE["wrong_parent.gdn"], cases, PLAN)
+    assert row.state == "Caught" and len(row.checks) > len(PROGRAMS)
+    assert modes == {True}
+
+
+@pytest.mark.parametrize(
+    "name", ["torch", "reference", "bank", "split_k", "sqrt_norm", "kv_layout", "wy", "weaver", "specla", "treewy"]
+)
+def test_what_a_kernel_keeps_from_inference_mode_does_not_break_it_outside(name: str, cases: Cases) -> None:
+    backend = load_backend(name)
+    run_program("five_and_idle", backend, backend, 1)  # in inference mode, with the largest buffers
+    for spec in cases.specs[:2]:
+        assert own_failure(backend, "gdn", spec) == ""
 
 
 def test_sampler_faults_have_rows_with_the_least_total_variation_seen() -> None:

@@ -145,3 +145,14 @@ def test_scratch_is_reused_and_grows() -> None:
     assert scratch.take("a", (6,), cpu).data_ptr() == small.data_ptr()
     assert scratch.take("b", (6,), cpu).data_ptr() != small.data_ptr()
     assert scratch.take("a", (5, 5), cpu).shape == (5, 5)
+
+
+def test_scratch_made_in_inference_mode_is_not_written_outside_of_it() -> None:
+    scratch, cpu = Scratch(), torch.device("cpu")
+    with torch.inference_mode():
+        kept = scratch.take("a", (6,), cpu)
+        assert scratch.take("a", (2, 3), cpu).data_ptr() == kept.data_ptr()
+    outside = scratch.take("a", (6,), cpu).fill_(1.0)
+    assert not outside.is_inference()
+    with torch.inference_mode():
+        assert scratch.take("a", (6,), cpu).data_ptr() == outside.data_ptr()
