@@ -24,6 +24,7 @@ from lumotree.reference import conv as reference_conv
 from lumotree.reference import gdn as reference_gdn
 from lumotree.verifier import attention, conv, gdn, workspace
 from lumotree.verifier import step as steps
+from lumotree.verifier.attend import Keys
 from lumotree.verifier.step import Operands, halve, rowwise
 
 TORCH = Kit(
@@ -138,14 +139,17 @@ def _torch_convolve(v: ConvVariant, faulty: Faulty) -> Callable[..., Tensor]:
 def _torch_attend(v: AttentionVariant, faulty: Faulty) -> Callable[..., Tensor]:
     own = attention.attend
 
-    def attend(q: Tensor, keys: attention.Keys) -> Tensor:
+    def one(q: Tensor, k: Tensor, values: Tensor) -> Tensor:
         def dot(query: Tensor) -> Tensor:
-            return torch.stack([halve(query[h].unsqueeze(-1) * keys.k[h], 1).clone() for h in range(len(keys.k))])
+            return torch.stack([halve(query[h].unsqueeze(-1) * k[h], 1).clone() for h in range(len(k))])
 
         def mix(weights: Tensor) -> Tensor:
-            return torch.stack([halve(weights[h].unsqueeze(-1) * keys.v[h], 1).clone() for h in range(len(keys.v))])
+            return torch.stack([halve(weights[h].unsqueeze(-1) * values[h], 1).clone() for h in range(len(values))])
 
-        found = formulas.attend(q, q.shape[1] // 2, len(keys.k), v, dot, mix, lambda w: halve(w.clone(), -1))
+        return formulas.attend(q, q.shape[1] // 2, len(k), v, dot, mix, lambda w: halve(w.clone(), -1))
+
+    def attend(q: Tensor, keys: Keys) -> Tensor:
+        found = torch.stack([one(query, *keys.of(row)) for row, query in enumerate(q)])
         faulty.note("attention.attend", own(q, keys), found)
         return found
 

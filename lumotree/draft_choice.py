@@ -82,6 +82,7 @@ class BudgetSearch:
     deepest: int
     nodes: list[Node] = field(default_factory=lambda: [Node(-1, -1, 0, 1.0)])
     learned: set[int] = field(default_factory=set)
+    _best: list[tuple[float, int]] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.budget < 0 or self.deepest < 0:
@@ -89,8 +90,7 @@ class BudgetSearch:
 
     def chosen(self) -> list[int]:
         """The best nodes among those known, the root first, by falling value; a parent precedes its children."""
-        order = sorted(range(1, len(self.nodes)), key=lambda number: (-self.nodes[number].value, number))
-        return [0, *order[: self.budget]]
+        return [0, *(number for _, number in self._best)]
 
     def wanted(self) -> list[int]:
         """Nodes whose law is to be learned next, ascending; empty when the choice is final."""
@@ -108,7 +108,11 @@ class BudgetSearch:
         self.learned.add(number)
         node = self.nodes[number]
         for token in ranked(law, self.budget):
-            self.nodes.append(Node(number, token, node.depth + 1, node.value * float(law[token])))
+            value = node.value * float(law[token])
+            self._best.append((-value, len(self.nodes)))
+            self.nodes.append(Node(number, token, node.depth + 1, value))
+        # A node that `budget` others are better than never comes back: nodes are only added.
+        self._best = sorted(self._best)[: self.budget]
 
     def tree(self, pending: int) -> Tree:
         """The chosen nodes as a tree, rows by falling value; `probs` are the conditional probabilities."""

@@ -1,21 +1,24 @@
 """Tree attention: every row attends to the committed prefix, its ancestors and itself, in position order.
 
-A row's bits depend on its query, its keys and their count alone: scores and sums are elementwise products added in
-the order of `halve`, the maximum is exact in any order, and exp is called on one row's `[heads, keys]` at a time.
+A row's bits depend on its query, its keys and their count alone, see `lumotree.verifier.attend`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lumotree.backends.batch import flat_slots
 from lumotree.backends.protocol import AttentionOps, Batch, KVCache
+from lumotree.verifier.attend import Keys
+from lumotree.verifier.attend import attend as attend  # found here by `verify`, and by those who put another there
 from lumotree.verifier.lanes import Lane, ancestor_rows
-from lumotree.verifier.step import halve
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -30,68 +33,8 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([turned.to(torch.bfloat16), x[..., 2 * half :]], dim=-1)
 
 
-@dataclass(frozen=True)
-class Keys:
-    """fp32 keys `[Hkv, dh, n]` and values `[Hkv, n, dh]` of one request: committed prefix, then room for a path.
-
-    Keys lie transposed so that scores add contiguous vectors over the keys.
-    """
-
-    k: Tensor
-    v: Tensor
-
-    @staticmethod
-    def room(cache: KVCache, count: int) -> Keys:
-        """Room for `count` keys, unset."""
-        heads, dim = cache.k.shape[2:]
-        k = torch.empty((heads, dim, count), dtype=torch.float32, device=cache.k.device)
-        return Keys(k, torch.empty((heads, count, dim), dtype=torch.float32, device=cache.k.device))
-
-    def put(self, start: int, cache: KVCache, layer: int, slots: Tensor) -> None:
-        """Read `slots` of the cache into consecutive places from `start`."""
-        end = start + len(slots)
-        self.k[:, :, start:end].copy_(cache.k[layer, slots].permute(1, 2, 0))
-        self.v[:, start:end].copy_(cache.v[layer, slots].transpose(0, 1))
-
-    def first(self, count: int) -> Keys:
-        """The first `count` keys, as views."""
-        return Keys(self.k[:, :, :count], self.v[:, :count])
-
-
-#: Products that are worked on at a time: 1 MiB, which stays in a core's cache.
-TOGETHER = 1 << 18
-
-
-def _head_parts(kv_heads: int, products: int) -> list[slice]:
-    """KV heads in runs of at most `TOGETHER` products, `products` a head; elementwise work, so any cut has its bits."""
-    width = max(1, min(kv_heads, TOGETHER // products))
-    return [slice(lo, min(lo + width, kv_heads)) for lo in range(0, kv_heads, width)]
-
-
-def _summed(x: Tensor, y: Tensor, parts: Sequence[slice]) -> Tensor:
-    """`x * y`, summed over dimension 2 of 4; the products of all parts of dimension 0 lie in the same memory."""
-    if len(parts) == 1:
-        return halve(x * y, 2)
-    heads, group, summed, last = (max(sizes) for sizes in zip(x.shape, y.shape, strict=True))
-    result = torch.empty((heads, group, last), dtype=x.dtype, device=x.device)
-    scratch = torch.empty((parts[0].stop, group, summed, last), dtype=x.dtype, device=x.device)
-    for h in parts:
-        product = scratch[: h.stop - h.start]
-        torch.mul(x[h], y[h], out=product)
-        result[h] = halve(product, 2)
-    return result
-
-
-def attend(q: Tensor, keys: Keys) -> Tensor:
-    """bf16 `[Hq, dh]` for one row: softmax over all `keys` of fp32 scores scaled by dh^-1/2. q: rotated bf16."""
-    kv_heads, dim, count = keys.k.shape
-    group = q.shape[0] // kv_heads
-    query = q.to(torch.float32).reshape(kv_heads, group, dim, 1)
-    parts = _head_parts(kv_heads, group * dim * count)
-    scores = _summed(query, keys.k.unsqueeze(1), parts) * dim**-0.5
-    weights = torch.exp(scores - scores.amax(-1, keepdim=True))
-    weights = weights / halve(weights.clone(), -1).unsqueeze(-1)
-    return _summed(weights.unsqueeze(-1), keys.v.unsqueeze(1), parts).reshape(-1, dim).to(torch.bfloat16)
+#: Pairs of query head and key that are scored at a time: 4 MiB. Calls that have more are worked on part by part.
+SCORES = 1 << 20
 
 
 def verify(ops: AttentionOps, cache: KVCache, batch: Batch, out: Tensor, layer: int) -> None:
@@ -104,19 +47,65 @@ def verify(ops: AttentionOps, cache: KVCache, batch: Batch, out: Tensor, layer: 
     rows = slice(0, batch.rows) if whole else torch.tensor(list(paths), dtype=torch.int64, device=out.device)
     position = batch.position[rows].to(torch.int64)
     cos, sin = ops.cos[position], ops.sin[position]
-    target = batch.row_slot.to(torch.int64)
-    place = target[rows]
+    place = batch.row_slot[rows].to(torch.int64)
     cache.k[layer, place] = rope(ops.k[rows], cos, sin)
     cache.v[layer, place] = ops.v[rows]
-    query = dict(zip(paths, rope(ops.q[rows], cos, sin), strict=True))
-    request, prefix = batch.row_request.tolist(), batch.prefix_len.tolist()
-    for i in sorted({request[row] for row in paths}):
-        own = {row: path for row, path in paths.items() if request[row] == i}
-        keys = Keys.room(cache, prefix[i] + max(map(len, own.values())))
-        keys.put(0, cache, layer, flat_slots(batch.page_table, batch.page_size, i, range(prefix[i])))
-        for row, path in own.items():
-            keys.put(prefix[i], cache, layer, target[path])
-            out[row] = attend(query[row], keys.first(prefix[i] + len(path)))
+    query, done = rope(ops.q[rows], cos, sin), 0
+    for seen in seen_keys(batch, paths, SCORES // ops.q.shape[1]):
+        part = slice(done, done + len(seen.own))
+        attended = attend(query[part], seen.read(cache, layer))
+        out[part if isinstance(rows, slice) else rows[part]] = attended
+        done = part.stop
+
+
+@dataclass
+class Seen:
+    """What some rows see: flat slots of their keys, request by request; own, spans as in `Keys`."""
+
+    slots: list[NDArray[np.int64]] = field(default_factory=list)
+    own: list[NDArray[np.int64]] = field(default_factory=list)
+    spans: list[tuple[slice, slice]] = field(default_factory=list)
+    keys: int = 0
+    pairs: int = 0
+
+    def add(self, slots: NDArray[np.int64], own: Sequence[NDArray[np.int64]]) -> None:
+        """Rows of one request, whose keys are numbered within `slots`."""
+        self.spans.append((slice(len(self.own), len(self.own) + len(own)), slice(self.keys, self.keys + len(slots))))
+        self.own += [self.keys + numbers for numbers in own]
+        self.slots.append(slots)
+        self.keys += len(slots)
+        self.pairs += len(slots) * len(own)
+
+    def read(self, cache: KVCache, layer: int) -> Keys:
+        """From a layer of the cache."""
+        heads, dim = cache.k.shape[2:]
+        where = torch.from_numpy(np.concatenate(self.slots)).to(cache.k.device)
+        k = torch.empty((heads, dim, self.keys), dtype=torch.float32, device=cache.k.device)
+        v = torch.zeros((self.keys + 1, heads, dim), dtype=torch.float32, device=cache.k.device)
+        k.copy_(cache.k[layer, where].permute(1, 2, 0))
+        v[:-1].copy_(cache.v[layer, where])
+        return Keys(k, v, tuple(self.own), tuple(self.spans))
+
+
+def seen_keys(batch: Batch, paths: Mapping[int, Sequence[int]], most: int) -> Iterator[Seen]:
+    """The keys of rows (row -> its path, rows of a request together): the committed prefix, then the path. In parts of
+    at most `most` pairs of row and key where one row allows it."""
+    prefix, request = batch.prefix_len.tolist(), batch.row_request.tolist()
+    table, target = batch.page_table.cpu().numpy().astype(np.int64), batch.row_slot.cpu().numpy().astype(np.int64)
+    seen = Seen()
+    for i, group in itertools.groupby(paths, request.__getitem__):
+        rows, position = list(group), np.arange(prefix[i])
+        page, place = np.divmod(position, batch.page_size)
+        slots = np.concatenate([table[i, page] * batch.page_size + place, target[rows]])
+        number = {row: prefix[i] + at for at, row in enumerate(rows)}
+        fits = max(1, most // len(slots))
+        for lo in range(0, len(rows), fits):
+            run = rows[lo : lo + fits]
+            if seen.own and seen.pairs + len(run) * len(slots) > most:
+                yield seen
+                seen = Seen()
+            seen.add(slots, [np.concatenate([position, [number[r] for r in paths[row]]]) for row in run])
+    yield seen
 
 
 def publish(cache: KVCache, batch: Batch, lanes: Sequence[Lane], layers: Sequence[int]) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,7 +65,23 @@ def rowwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """
     if x.shape[0] == 1:
         return function(x.contiguous())
-    return torch.stack([function(row.contiguous()) for row in x]) if x.shape[0] else torch.empty_like(x)
+    return torch.stack(each(function, x.contiguous().unbind())) if x.shape[0] else torch.empty_like(x)
+
+
+#: Functions of one tensor -> the same called on each tensor of a list by a loop in C++, which on a CPU is all they do.
+_LOOPS: dict[Any, Callable[[list[Tensor]], Sequence[Tensor]]] = {
+    torch.exp: torch._foreach_exp,
+    torch.log: torch._foreach_log,
+    torch.log1p: torch._foreach_log1p,
+}
+
+
+def each(function: Callable[[Tensor], Tensor], rows: Sequence[Tensor]) -> list[Tensor]:
+    """`function` of each tensor in a call of its own; all are contiguous."""
+    loop = _LOOPS.get(function)
+    if loop is None or not rows or rows[0].is_cuda:  # on a GPU the loop is one kernel, of its own arithmetic
+        return [function(row) for row in rows]
+    return list(loop(list(rows)))
 
 
 def softplus(x: Tensor, form: str) -> Tensor:

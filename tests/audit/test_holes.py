@@ -47,7 +47,7 @@ class LongPrefix(Attends):
     """The loop over blocks of keys runs once: the last 64 keys alone are read."""
 
     def attend(self, q: Tensor, keys: Any) -> Tensor:
-        return ATTEND(q, attention.Keys(keys.k[:, :, -64:], keys.v[:, -64:]))
+        return ATTEND(q, replace(keys, own=tuple(own[-64:] for own in keys.own)))
 
 
 class ZeroMax(Attends):
@@ -55,8 +55,10 @@ class ZeroMax(Attends):
 
     def attend(self, q: Tensor, keys: Any) -> Tensor:
         heads, dim, _ = keys.k.shape
-        scores = torch.einsum("hgd,hdn->hgn", q.float().view(heads, -1, dim), keys.k) * dim**-0.5
-        return torch.where((scores.amax(-1) < -80).view(-1, 1), 0.0, ATTEND(q, keys)).bfloat16()
+        queries, largest = q.float().view(len(q), heads, -1, dim), []
+        for row, query in enumerate(queries):
+            largest.append((torch.einsum("hgd,hdn->hgn", query, keys.of(row)[0]) * dim**-0.5).amax(-1))
+        return torch.where((torch.stack(largest) < -80).view(len(q), -1, 1), 0.0, ATTEND(q, keys)).bfloat16()
 
 
 class PageMultiple(TorchBackend):
