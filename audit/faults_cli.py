@@ -28,8 +28,8 @@ def register(commands: Any) -> None:
                      "checks")  # fmt: skip
     sub.add_argument("--list", action="store_true", help="name the faults and run nothing")
     sub.add_argument("--workers", type=natural, default=None, help="worker processes, 0 = this one")
-    sub.add_argument("--report", default=None, metavar="DIR", help="write report.json, junit.xml, summary.md and "
-                     "matrix.svg there")  # fmt: skip
+    sub.add_argument("--report", default=None, metavar="DIR", help="write report.json, junit.xml, summary.md, "
+                     "matrix.svg and matrix.txt there")  # fmt: skip
     sub.set_defaults(run=run)
 
 
@@ -40,8 +40,8 @@ def run(args: argparse.Namespace, command: str) -> int:
     from audit.fault_sampler import sampler_rows
     from audit.files import write_atomically
     from audit.processes import peak_mib
-    from audit.render import MATRIX, start_report, write_report
-    from audit.render.matrix import matrix_svg, print_matrix
+    from audit.render import MATRIX, TABLES, start_report, write_report
+    from audit.render.matrix import matrix_svg, matrix_text, print_matrix
     from audit.render.terminal import print_report
     from faults import EVERY
     from faults.sampler import SAMPLER_FAULTS
@@ -64,7 +64,8 @@ def run(args: argparse.Namespace, command: str) -> int:
     report = to_report(rows, plan, command, time.perf_counter() - started, peak_mib())
     if args.report:
         write_report(report, args.report)
-        write_atomically({Path(args.report) / MATRIX: matrix_svg(rows).encode()})
+        pictures = {MATRIX: matrix_svg(rows), TABLES: matrix_text(rows)}
+        write_atomically({Path(args.report) / name: text.encode() for name, text in pictures.items()})
     print_matrix(rows)
     print_report(report)
     return report.exit_code

@@ -18,11 +18,12 @@ from lumotree.errors import ReportError
 
 __all__ = ["check_writable", "start_report", "write_report"]
 
-#: Name of the picture of a detection matrix.
+#: Names of a detection matrix's picture and of its tables.
 MATRIX = "matrix.svg"
+TABLES = "matrix.txt"
 
-#: What commands draw beside a report; one of their own is written after it.
-PICTURES = (PICTURE, LENGTHS, MATRIX)
+#: What commands put beside a report; one of their own is written after it.
+PICTURES = (PICTURE, LENGTHS, MATRIX, TABLES)
 
 
 def check_writable(folder: str | Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections import Counter
 from collections.abc import Sequence
 from html import escape
@@ -38,6 +39,13 @@ def print_matrix(rows: Sequence[Row], console: Console | None = None) -> None:
     if left:
         out.print()
         out.print(_faults(left))
+
+
+def matrix_text(rows: Sequence[Row]) -> str:
+    """The tables of `print_matrix` as plain text."""
+    text = io.StringIO()
+    print_matrix(rows, Console(file=text, width=100, no_color=True))
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
 
 
 def _states(rows: Sequence[Row]) -> Table:

@@ -178,6 +178,8 @@ def test_the_command_writes_matrix_and_picture_and_says_who_was_missed(
     picture = ElementTree.parse(tmp_path / "matrix.svg").getroot()
     assert sum(e.tag.endswith("rect") for e in picture.iter()) > 20
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+    tables = (tmp_path / "matrix.txt").read_text()
+    assert "out.bitwise" in tables and max(map(len, tables.splitlines())) <= 100
     monkeypatch.setitem(faults.CATALOGUE, "wrong_parent.gdn", unseen(CATALOGUE["wrong_parent.gdn"]))
     assert cli.main(["faults", "--workers", "0", "--only", "wrong_parent.gdn"]) == 1
     assert "wrong_parent.gdn Missed" in capsys.readouterr().out.replace("\n", " ")

@@ -317,7 +317,7 @@ def test_write_report_writes_all_files(tmp_path: Path) -> None:
 
 def test_cells_and_pictures_of_an_earlier_report_do_not_stay(tmp_path: Path) -> None:
     write_report(REPORTS["PASS"], tmp_path, frame())
-    for name in ("drift.svg", "accepted-length.svg", "matrix.svg"):
+    for name in ("drift.svg", "accepted-length.svg", "matrix.svg", "matrix.txt"):
         (tmp_path / name).write_text("<svg/>")
     write_report(REPORTS["FAIL"], tmp_path)
     assert sorted(os.listdir(tmp_path)) == ["junit.xml", "report.json", "summary.md"]
@@ -355,7 +355,7 @@ def test_check_writable_leaves_no_trace(tmp_path: Path) -> None:
 
 def test_a_started_report_leaves_no_earlier_verdict_and_what_is_not_its_own(tmp_path: Path) -> None:
     write_report(REPORTS["PASS"], tmp_path, frame())
-    for name in ("drift.svg", "accepted-length.svg", "matrix.svg", "notes.txt"):
+    for name in ("drift.svg", "accepted-length.svg", "matrix.svg", "matrix.txt", "notes.txt"):
         (tmp_path / name).write_text("")
     start_report(tmp_path)
     assert os.listdir(tmp_path) == ["notes.txt"]
