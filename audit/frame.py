@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib.util
 import io
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pandas as pd
+if TYPE_CHECKING:
+    import pandas as pd
 
 #: Columns of every frame, in this order; a record may leave out the indices that do not apply, and may add columns.
 COLUMNS = ("case", "set", "instance", "surface", "request", "layer", "row", "head", "statistic", "value")
@@ -20,6 +21,8 @@ FRAME_FILES = ("cells.parquet", "cells.csv.gz")
 
 def cells_frame(records: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
     """Return one line per record; indices become nullable integers. Raises KeyError for a record without a value."""
+    import pandas as pd  # a quarter of a second, which commands and workers without a frame do without
+
     rows = list(records)
     for row in rows:
         missing = [name for name in _REQUIRED if name not in row]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-
-import pandas as pd
+from typing import TYPE_CHECKING
 
 from audit.files import probe_writable, write_atomically
 from audit.frame import FRAME_FILES, frame_bytes
@@ -15,6 +14,9 @@ from audit.render.junit import render_junit
 from audit.render.markdown import render_markdown
 from audit.report import Report
 from lumotree.errors import ReportError
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 __all__ = ["check_writable", "start_report", "write_report"]
 

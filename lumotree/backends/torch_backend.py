@@ -110,9 +110,11 @@ class TorchBackend(TorchSteps):
     def gdn_publish(self, pool: Tensor, batch: Batch, accepted: Accepted, ws: Workspace, layers: Sequence[int]) -> None:
         """Native replay of the accepted rows. Raises PathError for a path that cannot have been accepted."""
         rows, lanes = packed(self._accepted(batch, accepted, ws))
-        for layer in layers if lanes else ():
-            ops = ws.replay_operands(layer, rows, self.contract)
-            self._replay(ops, pool[layer], lanes, batch.state_slot.tolist())
+        if lanes:
+            gdn.replay_layers(
+                lambda layer: ws.replay_operands(layer, rows, self.contract), pool, layers, lanes,
+                batch.state_slot.tolist(), self.contract, self._scratch, self.reduce_native,
+            )  # fmt: skip
 
     def conv_verify(self, ops: ConvOps, pool: Tensor, batch: Batch, ws: Workspace, out: Tensor, layer: int) -> None:
         """See `lumotree.verifier.conv.verify`; records the inputs."""

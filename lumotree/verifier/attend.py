@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lumotree.verifier.padded import NEUTRAL, places, tile_size
-from lumotree.verifier.step import each, halve
+from lumotree.verifier.step import halve, in_place
 
 #: Products that are worked on at a time: 1 MiB, which stays in a core's cache.
 TOGETHER = 1 << 18
@@ -116,9 +116,9 @@ def _blocks(rows: int, heads: int, products: int) -> Iterator[tuple[slice, slice
 class _Layout:
     """How the scores of R rows of given lengths are brought together.
 
-    apart: from scores `[R, heads, longest]` to those of one row behind the other, with gaps between them; split by
-    `sizes` every second piece is a gap. tile: from all exps without gaps, and a neutral element behind them, to
-    `[R, heads, size]`, summands in their `places`.
+    apart: from scores `[R, heads, longest]` to those of one row behind the other, with gaps between them and one
+    element behind them; split by `sizes` every second piece is a gap. tile: from these, the last of which is neutral,
+    to `[R, heads, size]`, summands in their `places`.
     """
 
     def __init__(self, lengths: Sequence[int], heads: int, device: torch.device) -> None:
@@ -132,13 +132,13 @@ class _Layout:
         self._spread = row * self.size + place
         head = np.arange(heads)[:, None]
         gaps = -heads * counts % _ALIGNED
-        within = head * counts[row] + nth
-        apart = np.zeros(heads * len(row) + int(gaps.sum()), np.int64)
-        apart[(heads * begin + np.cumsum(gaps) - gaps)[row] + within] = (row * heads + head) * self.shape[1] + nth
-        tile = np.full(len(lengths) * heads * self.size, heads * len(row))
-        tile[(row * heads + head) * self.size + place] = heads * begin[row] + within
+        at = (heads * begin + np.cumsum(gaps) - gaps)[row] + head * counts[row] + nth
+        apart = np.zeros(heads * len(row) + int(gaps.sum()) + 1, np.int64)
+        apart[at] = (row * heads + head) * self.shape[1] + nth
+        tile = np.full(len(lengths) * heads * self.size, len(apart) - 1)
+        tile[(row * heads + head) * self.size + place] = at
         self.apart = torch.from_numpy(apart).to(device)
-        self.sizes = np.stack([heads * counts, gaps], 1).ravel().tolist()
+        self.sizes = [*np.stack([heads * counts, gaps], 1).ravel().tolist(), 1]
         self.tile = torch.from_numpy(tile.reshape(-1, heads, self.size)).to(device)
 
     def beside(self, own: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
@@ -157,7 +157,8 @@ class _Layout:
 def _weights(scores: Tensor, layout: _Layout) -> Tensor:
     """Softmax of scores `[R, heads, longest]` over each row's own keys: fp32 `[R, heads, size]`, in their places."""
     shifted = scores - scores.amax(-1, keepdim=True)
-    rows = torch.split(shifted.view(-1)[layout.apart], layout.sizes)[::2]
-    neutral = torch.full((1,), NEUTRAL, dtype=torch.float32, device=scores.device)
-    weights = torch.cat([*each(torch.exp, rows), neutral])[layout.tile]
+    apart = shifted.view(-1)[layout.apart]
+    in_place(torch.exp, apart.split_with_sizes(layout.sizes)[:-1:2])
+    apart[-1] = NEUTRAL
+    weights = apart[layout.tile]
     return weights / halve(weights.clone(), -1).unsqueeze(-1)

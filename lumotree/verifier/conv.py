@@ -62,8 +62,17 @@ def verify(x: Tensor, weight: Tensor, history: Tensor, batch: Batch, out: Tensor
 
 
 def publish(x: Tensor, history: Tensor, lanes: Sequence[Lane], slots: Sequence[int]) -> None:
-    """Shift each accepted path's inputs `x [T, D]` into its slot of `history [S, D, W-1]`, in place."""
-    for lane in lanes:
-        own = history[slots[lane.request]]
-        joined = torch.cat([own, x[torch.tensor(lane.rows, device=x.device)].t()], dim=1)
-        own.copy_(joined[:, -own.shape[1] :])
+    """Shift each accepted path's inputs `x [T, D]` into its own slot of `history [S, D, W-1]`, in place."""
+    if not lanes:
+        return
+    kept = history.shape[2]
+    place = torch.tensor([slots[lane.request] for lane in lanes], device=x.device)
+    rows = [row for lane in lanes for row in lane.rows[-kept:]]
+    index, end = [], len(lanes) * kept
+    for i, lane in enumerate(lanes):
+        fresh = min(kept, len(lane.rows))
+        index.append([*range(i * kept + fresh, (i + 1) * kept), *range(end, end + fresh)])
+        end += fresh
+    past = history[place].transpose(1, 2).reshape(-1, x.shape[1])
+    source = torch.cat([past, x[torch.tensor(rows, device=x.device)]])
+    history[place] = source[torch.tensor(index, device=x.device)].transpose(1, 2)

@@ -7,15 +7,15 @@ state leaves its tile only where the plan cuts it. `lumotree.verifier.step` says
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from lumotree.backends.protocol import Batch
 from lumotree.contract import Contract
-from lumotree.verifier.lanes import Lane, alike, plan_levels, steps
-from lumotree.verifier.step import Operands, Reduce, halve_rows, step
+from lumotree.verifier.lanes import Lane, alike, longest_first, plan_levels, steps
+from lumotree.verifier.step import Operands, Reduce, halve_rows, joined, step
 
 #: Lane-heads of a tile, of a state of `TILE_STATE` elements. 64 of a 27B layer are 4 MiB of state: big enough that the
 #: calls cost little beside the arithmetic, small enough for the last-level cache.
@@ -86,15 +86,20 @@ def advance(
         out[torch.tensor(order, device=out.device), heads] = written
 
 
+def room(state: int) -> int:
+    """Lane-heads of a tile, of states of so many elements."""
+    return TILE * max(1, TILE_STATE // state)
+
+
 def tiles(lanes: Sequence[Lane], heads: int, state: int = TILE_STATE) -> Iterator[tuple[list[Lane], slice]]:
     """Cut lanes (longest first) times heads into tiles of about `TILE` lane-heads, more where a state is smaller.
 
     state: elements of one lane-head. Lanes that fit into one tile stay together whatever their lengths: few calls
     matter more there than a tile that stays full.
     """
-    room = TILE * max(1, TILE_STATE // state)
-    for run in [list(lanes)] if 0 < len(lanes) * heads <= room else alike(lanes):
-        width = max(1, room // len(run))
+    most = room(state)
+    for run in [list(lanes)] if 0 < len(lanes) * heads <= most else alike(lanes):
+        width = max(1, most // len(run))
         for lo in range(0, heads, width):
             yield run, slice(lo, min(lo + width, heads))
 
@@ -156,3 +161,32 @@ def replay(
             pass
         for p, home in enumerate(homes):
             home.copy_(state[p])
+
+
+def replay_layers(
+    operands: Callable[[int], Operands],
+    pool: Tensor,
+    layers: Sequence[int],
+    lanes: Sequence[Lane],
+    slots: Sequence[int],
+    contract: Contract,
+    scratch: Scratch,
+    reduce: Reduce = halve_rows,
+) -> None:
+    """`replay` along the same lanes in several layers of a pool `[L, S, HV, ..]`, as many at a time as fill a tile: to
+    the replay another layer is another request. operands: those of a layer, rows numbered as in the lanes.
+    """
+    hv, state = pool.shape[2], math.prod(pool.shape[3:])
+    together = max(1, room(state) // (len(lanes) * hv))
+    flat, count = pool.view(-1, *pool.shape[2:]), pool.shape[1]
+    for lo in range(0, len(layers), together):
+        own = layers[lo : lo + together]
+        found = [operands(layer) for layer in own]
+        rows = len(found[0].v)
+        copies = [
+            Lane(tuple(i * rows + row for row in lane.rows), lane.source, i * len(slots) + lane.request)
+            for i in range(len(own))
+            for lane in lanes
+        ]
+        places = [layer * count + slot for layer in own for slot in slots]
+        replay(joined(found), flat, longest_first(copies), places, contract, scratch, reduce)

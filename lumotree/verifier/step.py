@@ -47,7 +47,8 @@ def halve(tile: Tensor, dim: int) -> Tensor:
             tile.narrow(dim, 0, half).add_(tile.narrow(dim, n - half, half))
             tile = tile.narrow(dim, 0, n - half)
         else:
-            tile, last = tile.chunk(2, dim)  # both views in one call: the calls are most of the cost of small tiles
+            # Both views in one call: the calls are most of the cost of small tiles.
+            tile, last = tile.split_with_sizes((half, half), dim)
             tile.add_(last)
         n -= half
     return tile.select(dim, 0)
@@ -65,23 +66,27 @@ def rowwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """
     if x.shape[0] == 1:
         return function(x.contiguous())
-    return torch.stack(each(function, x.contiguous().unbind())) if x.shape[0] else torch.empty_like(x)
+    x = x.clone(memory_format=torch.contiguous_format)
+    in_place(function, x.unbind())
+    return x
 
 
-#: Functions of one tensor -> the same called on each tensor of a list by a loop in C++, which on a CPU is all they do.
-_LOOPS: dict[Any, Callable[[list[Tensor]], Sequence[Tensor]]] = {
-    torch.exp: torch._foreach_exp,
-    torch.log: torch._foreach_log,
-    torch.log1p: torch._foreach_log1p,
+#: Functions of one tensor -> the same on each tensor of a list, in place: a loop in C++, which on a CPU is all they do.
+_LOOPS: dict[Any, Callable[[tuple[Tensor, ...]], None]] = {
+    torch.exp: torch._foreach_exp_,
+    torch.log: torch._foreach_log_,
+    torch.log1p: torch._foreach_log1p_,
 }
 
 
-def each(function: Callable[[Tensor], Tensor], rows: Sequence[Tensor]) -> list[Tensor]:
-    """`function` of each tensor in a call of its own; all are contiguous."""
+def in_place(function: Callable[[Tensor], Tensor], rows: Sequence[Tensor]) -> None:
+    """Replace each contiguous tensor by `function` of it, in a call of its own."""
     loop = _LOOPS.get(function)
-    if loop is None or not rows or rows[0].is_cuda:  # on a GPU the loop is one kernel, of its own arithmetic
-        return [function(row) for row in rows]
-    return list(loop(list(rows)))
+    if loop is not None and rows and not rows[0].is_cuda:  # on a GPU the loop is one kernel, of its own arithmetic
+        loop(tuple(rows))
+        return
+    for row in rows:
+        row.copy_(function(row))
 
 
 def softplus(x: Tensor, form: str) -> Tensor:
@@ -131,6 +136,14 @@ class Operands:
         if rows.stop - rows.start == len(self.v):
             return self
         return Operands(*(x[rows] for x in (self.q, self.k, self.v, self.decay, self.beta)))
+
+
+def joined(parts: Sequence[Operands]) -> Operands:
+    """The rows of all parts, one after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    columns = zip(*((x.q, x.k, x.v, x.decay, x.beta) for x in parts), strict=True)
+    return Operands(*(torch.cat(column) for column in columns))
 
 
 def prepare(ops: GdnOps, contract: Contract, *, query: bool = True) -> Operands:

@@ -9,7 +9,8 @@ from torch import Tensor
 from lumotree.backends.protocol import GdnOps
 from lumotree.backends.variants import block_sum, split_sum
 from lumotree.contract import DIMS_27B, DIMS_TINY, Contract, Dims
-from lumotree.verifier.gdn import TILE, Scratch, tiles
+from lumotree.verifier import gdn
+from lumotree.verifier.gdn import TILE, Scratch, replay, replay_layers, tiles
 from lumotree.verifier.lanes import Lane
 from lumotree.verifier.step import Operands, Reduce, halve, halve_rows, prepare, step
 
@@ -156,3 +157,35 @@ def test_scratch_made_in_inference_mode_is_not_written_outside_of_it() -> None:
     assert not outside.is_inference()
     with torch.inference_mode():
         assert scratch.take("a", (6,), cpu).data_ptr() == outside.data_ptr()
+
+
+@pytest.mark.parametrize("dims", [DIMS_TINY, DK60, replace(DIMS_27B, hk=4, hv=12)], ids=["tiny", "dk60", "27B"])
+def test_replaying_layers_together_leaves_the_bits_of_one_at_a_time(dims: Dims) -> None:
+    """Lanes of different lengths; slots and layers that are nobody's stay as they are."""
+    contract, scratch, layers = Contract(), Scratch(), (4, 0, 1, 2)
+    pool = torch.randn(5, 6, dims.hv, dims.dv, dims.dk, generator=torch.Generator().manual_seed(0))
+    operands = {layer: prepare(make_ops(dims, 7, seed=layer), contract) for layer in layers}
+    lanes, slots = [Lane((3, 4, 5, 6), -1, 2), Lane((0, 1), -1, 0), Lane((2,), -1, 3)], [5, -1, 1, 3]
+    alone, together = pool.clone(), pool.clone()
+    for layer in layers:
+        replay(operands[layer], alone[layer], lanes, slots, contract, scratch)
+    replay_layers(operands.__getitem__, together, layers, lanes, slots, contract, scratch)
+    assert torch.equal(together, alone)
+    changed = (together != pool).flatten(2).any(-1).nonzero().tolist()
+    assert changed == sorted([layer, slot] for layer in layers for slot in (5, 1, 3))
+
+
+def test_layers_are_replayed_together_where_a_tile_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def counting(ops: Operands, pool: Tensor, lanes: list[Lane], *rest: object) -> None:
+        asked.append(len(lanes))
+
+    monkeypatch.setattr(gdn, "replay", counting)
+    for dims, want in ((DIMS_TINY, [6]), (DIMS_27B, [2, 2, 2])):
+        asked.clear()
+        ops = prepare(make_ops(dims, 2), Contract())
+        pool = torch.empty(3, 2, dims.hv, dims.dv, dims.dk)
+        lanes = [Lane((0,), -1, 0), Lane((1,), -1, 1)]
+        replay_layers(lambda layer, ops=ops: ops, pool, range(3), lanes, [0, 1], Contract(), Scratch())
+        assert asked == want
