@@ -19,6 +19,8 @@ def register(commands: Any) -> None:
     sub.add_argument("--only", default=None, metavar="CASE", help="a case of `check` that fails, instead of small ones")
     sub.add_argument("--evaluate", type=natural, default=0, metavar="N", help="measure the diagnosis itself: every "
                      "fault of the catalogue on N held-out seeds (many minutes)")  # fmt: skip
+    sub.add_argument("--faults", action="append", default=[], metavar="TEXT", help="with --evaluate: only faults whose "
+                     "id contains this (repeatable)")  # fmt: skip
     sub.add_argument("--workers", type=natural, default=None, help="worker processes of --evaluate, 0 = this one")
     sub.add_argument("--report", default=None, metavar="DIR", help="with --evaluate: write report.json there")
     sub.set_defaults(run=run)
@@ -70,7 +72,8 @@ def _evaluate(args: argparse.Namespace, command: str) -> int:
     started = time.perf_counter()
     if args.report:
         start_report(args.report)
-    report = to_report(run_evaluation(args.evaluate, args.workers), command, time.perf_counter() - started)
+    verdicts = run_evaluation(args.evaluate, args.workers, only=args.faults)
+    report = to_report(verdicts, command, time.perf_counter() - started)
     if args.report:
         write_report(report, args.report)
     print_report(report)
