@@ -45,8 +45,10 @@ class Keys:
 
 def attend(q: Tensor, keys: Keys) -> Tensor:
     """bf16 `[R, Hq, dh]`: each row's softmax over its own keys of fp32 scores scaled by dh^-1/2. q: rotated bf16."""
-    kv_heads, dim, _ = keys.k.shape
+    kv_heads, dim, count = keys.k.shape
     heads = q.shape[1]
+    if len(q) == 1 and heads * dim * count <= TOGETHER and np.array_equal(keys.own[0], np.arange(count)):
+        return _alone(q, keys.k, keys.v[:-1])
     query = q.to(torch.float32).reshape(len(q), kv_heads, heads // kv_heads, dim, 1)
     parts = [_summed(query[rows], keys.k[:, None, :, span]).mul_(dim**-0.5).view(-1) for rows, span in keys.spans]
     scores, (first, width) = torch.cat(parts), _score_places(keys, heads)
@@ -60,6 +62,16 @@ def attend(q: Tensor, keys: Keys) -> Tensor:
         mixed = _summed(weights.view(len(rows), kv_heads, -1, layout.size, 1), values.transpose(1, 2).unsqueeze(2))
         out[rows] = mixed.view(len(rows), heads, dim).to(torch.bfloat16)
     return out
+
+
+def _alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """`attend` of a lone row that sees all keys in their order: nothing to lay out. v: `[n, Hkv, dh]`."""
+    kv_heads, dim, _ = k.shape
+    query = q.to(torch.float32).reshape(kv_heads, -1, dim, 1)
+    scores = halve(query * k.unsqueeze(1), 2) * dim**-0.5
+    weights = torch.exp(scores - scores.amax(-1, keepdim=True))
+    weights = weights / halve(weights.clone(), -1).unsqueeze(-1)
+    return halve(weights.unsqueeze(-1) * v.transpose(0, 1).unsqueeze(1), 2).reshape(q.shape).to(torch.bfloat16)
 
 
 def _score_places(keys: Keys, heads: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

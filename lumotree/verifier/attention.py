@@ -27,7 +27,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin: fp32 `[T, rotary_dim / 2]` at each row's position.
     """
     half = cos.shape[-1]
-    low, high = x[..., :half].to(torch.float32), x[..., half : 2 * half].to(torch.float32)
+    low, high = x[..., : 2 * half].to(torch.float32).chunk(2, -1)
     c, s = cos.unsqueeze(1), sin.unsqueeze(1)
     turned = torch.cat([low * c - high * s, high * c + low * s], dim=-1)
     return torch.cat([turned.to(torch.bfloat16), x[..., 2 * half :]], dim=-1)
@@ -45,12 +45,12 @@ def verify(ops: AttentionOps, cache: KVCache, batch: Batch, out: Tensor, layer: 
     # All rows are a view; some are gathered.
     whole = len(paths) == batch.rows
     rows = slice(0, batch.rows) if whole else torch.tensor(list(paths), dtype=torch.int64, device=out.device)
-    position = batch.position[rows].to(torch.int64)
-    cos, sin = ops.cos[position], ops.sin[position]
-    place = batch.row_slot[rows].to(torch.int64)
-    cache.k[layer, place] = rope(ops.k[rows], cos, sin)
+    position, place = batch.position[rows].to(torch.int64), batch.row_slot[rows].to(torch.int64)
+    heads = torch.cat([ops.k[rows], ops.q[rows]], 1)  # one pass over both: on small rows the calls are the cost
+    key, query = rope(heads, ops.cos[position], ops.sin[position]).split_with_sizes((ops.k.shape[1], ops.q.shape[1]), 1)
+    cache.k[layer, place] = key
     cache.v[layer, place] = ops.v[rows]
-    query, done = rope(ops.q[rows], cos, sin), 0
+    done = 0
     for seen in seen_keys(batch, paths, SCORES // ops.q.shape[1]):
         part = slice(done, done + len(seen.own))
         attended = attend(query[part], seen.read(cache, layer))

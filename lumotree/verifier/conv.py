@@ -30,6 +30,8 @@ def windows(x: Tensor, history: Tensor, batch: Batch, width: int) -> tuple[list[
     paths = ancestor_rows(batch)
     live = sorted({request[row] for row in paths})
     base = {r: x.shape[0] + i * (width - 1) for i, r in enumerate(live)}
+    if len(live) == len(paths) == x.shape[0] == 1:  # one token of one request
+        return list(paths), torch.cat([history[slots[live[0]]].t(), x]).unsqueeze(0)
     past = history[torch.tensor([slots[r] for r in live], dtype=torch.int64, device=x.device)]
     source = torch.cat([x, past.transpose(1, 2).reshape(-1, x.shape[1])])
     index = []
@@ -57,13 +59,19 @@ def convolve(window: Tensor, weight: Tensor, form: str) -> Tensor:
 def verify(x: Tensor, weight: Tensor, history: Tensor, batch: Batch, out: Tensor, form: str) -> None:
     """Outputs of all active rows into `out` bf16 `[T, D]`; `history [S, D, W-1]` is only read."""
     rows, window = windows(x, history, batch, weight.shape[1])
-    if rows:
+    if len(rows) == x.shape[0]:
+        out[: len(rows)].copy_(convolve(window, weight, form))
+    elif rows:
         out[torch.tensor(rows, device=x.device)] = convolve(window, weight, form)
 
 
 def publish(x: Tensor, history: Tensor, lanes: Sequence[Lane], slots: Sequence[int]) -> None:
     """Shift each accepted path's inputs `x [T, D]` into its own slot of `history [S, D, W-1]`, in place."""
     if not lanes:
+        return
+    if len(lanes) == len(lanes[0].rows) == 1:  # one token of one request
+        own, row = history[slots[lanes[0].request]], lanes[0].rows[0]
+        own.copy_(torch.cat([own, x[row].unsqueeze(1)], 1)[:, 1:])
         return
     kept = history.shape[2]
     place = torch.tensor([slots[lane.request] for lane in lanes], device=x.device)

@@ -28,6 +28,8 @@ from lumotree.backends.protocol import GdnOps
 from lumotree.contract import Contract
 
 NORM_EPS = 1e-6
+#: Slices from which on they are added one by one.
+FEW = 8
 SOFTPLUS_LINEAR_ABOVE = 20.0
 
 #: Sum of a tile over its second-last dimension; may destroy the tile.
@@ -41,7 +43,7 @@ def halve(tile: Tensor, dim: int) -> Tensor:
     nothing is padded. Returns a view of `tile` without `dim`.
     """
     n = tile.shape[dim]
-    while n > 1:
+    while n > FEW:
         half = n // 2
         if n % 2:
             tile.narrow(dim, 0, half).add_(tile.narrow(dim, n - half, half))
@@ -51,7 +53,13 @@ def halve(tile: Tensor, dim: int) -> Tensor:
             tile, last = tile.split_with_sizes((half, half), dim)
             tile.add_(last)
         n -= half
-    return tile.select(dim, 0)
+    slices = tile.unbind(dim)
+    while n > 1:
+        half = n // 2
+        for first, second in zip(slices[:half], slices[n - half : n], strict=True):
+            first.add_(second)
+        n -= half
+    return slices[0]
 
 
 def halve_rows(tile: Tensor) -> Tensor:
@@ -98,7 +106,7 @@ def softplus(x: Tensor, form: str) -> Tensor:
 
 def sigmoid(x: Tensor) -> Tensor:
     """fp32 `1 / (1 + exp(-x))` of `x [T, H]`."""
-    return 1.0 / (1.0 + rowwise(torch.exp, -x))
+    return (1.0 + rowwise(torch.exp, -x)).reciprocal()
 
 
 def normalise(x: Tensor, form: str) -> Tensor:
@@ -107,7 +115,7 @@ def normalise(x: Tensor, form: str) -> Tensor:
     root = torch.sqrt(halve(wide * wide, -1) + NORM_EPS).unsqueeze(-1)
     if form == "sqrt":
         return wide / root
-    unit = wide * (1.0 / root)
+    unit = wide * root.reciprocal()
     return unit.to(torch.bfloat16).to(torch.float32) if form == "bf16" else unit
 
 
@@ -150,10 +158,11 @@ def prepare(ops: GdnOps, contract: Contract, *, query: bool = True) -> Operands:
     """Norms and gates of T rows (contract section 2). Without `query` (replay needs none) the result's q is k."""
     hk, hv, dk = ops.k.shape[1], ops.v.shape[1], ops.k.shape[2]
     keys = torch.cat([ops.k, ops.q], 1) if query else ops.k  # one pass over both: on small rows the calls are the cost
-    heads = normalise(keys, contract.norm).view(len(keys), 1 + query, hk, dk)
+    count = keys.shape[0]
+    heads = normalise(keys, contract.norm).view(count, 1 + query, hk, dk)
     spread = heads.unsqueeze(3 if contract.head_map == "grouped" else 2)
     many = (hk, hv // hk) if contract.head_map == "grouped" else (hv // hk, hk)
-    spread = spread.expand(-1, -1, *many, -1).reshape(len(keys), 1 + query, hv, dk)
+    spread = spread.expand(-1, -1, *many, -1).reshape(count, 1 + query, hv, dk)
     k = spread[:, 0]
     q = spread[:, 1] * dk**-0.5 if query else k
     g = -torch.exp(ops.A_log.contiguous()) * softplus(ops.a.to(torch.float32) + ops.dt_bias, contract.softplus)

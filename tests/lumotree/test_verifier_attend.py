@@ -83,6 +83,21 @@ def test_each_row_has_the_bits_that_it_has_alone(
         assert torch.equal(bits(found[row]), bits(alone(query, *keys.of(row)))), row
 
 
+@pytest.mark.parametrize("count", [1, 2, 7, 24, 63, 70])
+def test_a_lone_row_without_a_layout_has_the_bits_that_it_has_with_one(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, keys = scene(4, 2, 60, count)
+    k, v = keys.k[:, :, :count], torch.cat([keys.v[:count], keys.v[-1:]])
+    for order in (np.arange(count), np.random.default_rng(count).permutation(count)):
+        lone = Keys(k, v, (order,), ((slice(0, 1), slice(0, count)),))
+        monkeypatch.undo()
+        got = attend(q[:1], lone)
+        monkeypatch.setattr(module, "TOGETHER", 1)  # too little for anything but the layout
+        assert torch.equal(bits(got), bits(attend(q[:1], lone)))
+        assert torch.equal(bits(got[0]), bits(alone(q[0], *lone.of(0))))
+
+
 def test_exp_is_called_on_one_row_without_gaps_at_a_fresh_alignment(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[tuple[int, int]] = []
 

@@ -81,6 +81,14 @@ def test_first_token_without_a_prefix_sees_itself() -> None:
     assert torch.equal(out, q[:, :1].expand(1, 2, 4))
 
 
+def test_a_lone_row_has_the_window_that_it_has_beside_others() -> None:
+    history = torch.arange(12, dtype=torch.bfloat16).reshape(2, 2, 3)
+    x = torch.arange(20, 28, dtype=torch.bfloat16).reshape(4, 2)
+    many = conv.windows(x, history, batch_of([-1, 0, 0, 1], [0, 1, 2, 3], 0, torch.tensor([[0, 1]])), 4)
+    alone = conv.windows(x[:1], history, batch_of([-1], [0], 0, torch.tensor([[0, 1]])), 4)
+    assert alone[0] == [0] and torch.equal(alone[1], many[1][:1])
+
+
 def test_kv_publish_reads_every_source_before_it_writes() -> None:
     """Candidates sit exactly in the committed slots of each other's positions, a cycle."""
     batch = batch_of([-1, 0, 1], [4, 2, 3], 2, torch.tensor([[0, 1, 2]]))

@@ -55,6 +55,16 @@ def test_halve_adds_last_half_to_first() -> None:
     assert halve(x.clone(), 0) == 1.0  # twice a tie to even; the other order gives 1 + 2^-23
 
 
+@pytest.mark.parametrize("n", [*range(1, 20), 37, 64])
+def test_halve_has_one_order_whether_slices_are_added_together_or_one_by_one(n: int) -> None:
+    x = torch.randn(3, n, 5, generator=torch.Generator().manual_seed(n))
+    want = list(x.clone().unbind(1))
+    while len(want) > 1:
+        half = len(want) // 2
+        want = [a + b for a, b in zip(want[:half], want[-half:], strict=True)] + want[half : len(want) - half]
+    assert torch.equal(halve(x.clone(), 1), want[0])
+
+
 def test_step_follows_the_contract_line_by_line() -> None:
     contract, dims = Contract(), DK60
     raw = make_ops(dims, 1)
