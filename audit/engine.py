@@ -83,6 +83,9 @@ class Engine:
             self.slab["pool.recurrent"], self.slab["pool.conv"], KVCache(self.slab["cache.k"], self.slab["cache.v"])
         )
         self._ops = [self._operand_buffers(layer) for layer in range(world.dims.layers)]
+        rows = [name for name in self.slab.parts if "]." in name and name.split(".")[-1] not in SHARED_OPERANDS]
+        self._operands = [tuple(r for r in rows if f"[{n}]." in r) for n in range(world.dims.layers)]
+        self._metadata = tuple(name for name in self.slab.parts if name.startswith(("batch.", "plan.")))
         self.out = [{s: self.slab[f"out.{s}[{n}]"] for s in self.surfaces} for n in range(world.dims.layers)]
         self.requests: dict[int, Request] = {}
         self.free_slots = np.random.default_rng([world.seed, 79, world.layout]).permutation(world.slots).tolist()
@@ -238,6 +241,7 @@ class Engine:
             page_size=self.world.page_size,
             device=self.device,
         )
+        self.slab.poison(self._metadata)
         return self._kept("batch", made, plan=self._kept("plan", made.plan)), trees
 
     def _placed(self, turn: Turn, slots: Sequence[int]) -> Tree:
@@ -245,17 +249,17 @@ class Engine:
         return Tree.make(turn.tree.parents, active=turn.tree.active, slots=slots, num_slots=count, prefix_len=length)
 
     def _kept(self, kind: str, record: Any, **more: Any) -> Any:
-        """A record with its tensors in the engine's buffers, poison behind them."""
+        """A record with its tensors in the engine's buffers, which are poisoned behind them."""
         tensors = {k: v for k, v in vars(record).items() if isinstance(v, Tensor)}
         return replace(record, **{k: self._keep(f"{kind}.{k}", v) for k, v in tensors.items()}, **more)
 
     def _keep(self, name: str, value: Tensor) -> Tensor:
         if self.world.fresh:
             return value.to(self.device, copy=True)
-        buffer = poison_(self.slab[name]).flatten()
-        view = buffer[: value.numel()].view(value.shape)
-        view.copy_(value)
-        return view
+        buffer = self.slab[name]
+        if buffer.dim() != value.dim() or buffer.shape[1:] != value.shape[1:]:
+            buffer = buffer.flatten()[: value.numel()].view(value.shape)
+        return buffer[: value.shape[0]].copy_(value)
 
     def candidates(self, turn: Turn, placement: str, free: list[int]) -> list[int]:
         """Flat slots for a turn's candidates, taken from `free` unless they lie behind the prefix."""
@@ -310,7 +314,8 @@ class Engine:
 
     def _load(self, parts: list[StepOps], layer: int) -> StepOps:
         """Operands of a layer in the engine's buffers, rows of all requests one behind the other."""
-        rows, made = joined(parts or [self.draws.rows(0)[layer]]), {}
+        rows, made = joined(parts) if len(parts) > 1 else parts[0] if parts else self.draws.rows(0)[layer], {}
+        self.slab.poison(self._operands[layer])
         for surface in self.surfaces:
             given, kept = vars(getattr(rows, surface)), self._ops[layer][surface]
             views = {k: kept[k] if k in SHARED_OPERANDS else self._keep(f"{surface}[{layer}].{k}", v)
@@ -327,10 +332,8 @@ class Engine:
         for tensor in self._loose:
             poison_(tensor)
         self._loose = []
-        for layer, surfaces in enumerate(self._ops):
-            for surface, tensors in surfaces.items():
-                for name in tensors.keys() - SHARED_OPERANDS:
-                    poison_(self.slab[f"{surface}[{layer}].{name}"])
+        for names in self._operands:
+            self.slab.poison(names)
         self.slab.accept_all()
 
     def publish(self, running: Running, paths: Sequence[Sequence[int] | None], apart: bool = False) -> None:
@@ -341,6 +344,7 @@ class Engine:
         self.expire()
         chosen = [tuple(p or ()) for p in paths]
         made = accepted_paths(chosen, self.device, self.world.rows)
+        self.slab.poison(("accepted.rows", "accepted.length"))
         accepted = Accepted(self._keep("accepted.rows", made.rows), self._keep("accepted.length", made.length))
         self.slab.accept_all()
         layers = list(range(self.world.dims.layers))

@@ -1,7 +1,9 @@
 """The fuzz audit: programs of a serving engine and metamorphic relations on one backend, with controls that must fail.
 
-Stored failures are replayed first. Each control is a known fault wrapped round the same backend; a run that does not
-find one within `CONTROL_PROGRAMS` programs could not have found a fault like it, and is inconclusive.
+Stored failures are replayed first. Then programs are drawn in chunks, each from a seed of its own, by a team of
+processes; so are the controls. What a run finds does not depend on how many processes there are. Each control is a
+known fault wrapped round the same backend; a run that does not find one within `CONTROL_PROGRAMS` programs could not
+have found a fault like it, and is inconclusive.
 """
 
 from __future__ import annotations
@@ -9,40 +11,32 @@ from __future__ import annotations
 import re
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hypothesis import HealthCheck, Phase, Verbosity, seed, settings
 from hypothesis.configuration import set_hypothesis_home_dir
 from hypothesis.database import DirectoryBasedExampleDatabase, ExampleDatabase
-from hypothesis.errors import Flaky
-from hypothesis.stateful import run_state_machine_as_test
 
 from audit.environment import environment
 from audit.families import DIMS_MICRO
 from audit.files import probe_writable
-from audit.fuzz_judge import MismatchError
-from audit.fuzz_machine import Ledger, machine
-from audit.fuzz_program import Program
-from audit.fuzz_shrink import shrunk
+from audit.fuzz_hunt import AGAIN, STORED, Hunt, chunk, control, hunt, smallest_of, start_hunting
 from audit.metamorphic import RELATIONS
-from audit.processes import one_thread
+from audit.processes import Team, one_thread, team
 from audit.relation_controls import relation_control
 from audit.render.progress import Progress
 from audit.report import Check, Control, Finding, Report, decide
 from audit.world import DIMS_NANO
 from faults import CATALOGUE, CONTROLS, Fault
-from lumotree.backends.loader import load_backend
+from lumotree.backends.loader import backend_maker, load_backend
 from lumotree.backends.protocol import SURFACES, complete_surfaces
 from lumotree.contract import Dims
 from lumotree.errors import InputError
 
 SHAPES: dict[str, Dims] = {"nano": DIMS_NANO, "micro": DIMS_MICRO}
-#: Steps of a program behind its first requests.
-STEPS = 7
-#: Programs between two looks at the clock.
+#: Programs of one seed: what a process does at a time, and what is done between two looks at the clock.
 CHUNK = 50
 #: Programs within which each control must be found.
 CONTROL_PROGRAMS = 300
@@ -53,7 +47,7 @@ RELATION_SEEDS = 3
 @dataclass(frozen=True)
 class FuzzOptions:
     """What a run was asked for. minutes: of new programs, in place of `examples`; database: folder of stored failures;
-    relations: these alone, and no programs."""
+    relations: these alone, and no programs; workers: processes, 0 = this one."""
 
     backend: str = "torch"
     examples: int = 300
@@ -63,23 +57,17 @@ class FuzzOptions:
     database: str = ".lumotree/fuzz"
     relations: tuple[str, ...] = ()
     command: str = "lumotree-audit fuzz"
-
-
-@dataclass(frozen=True)
-class Hunt:
-    """What looking for a failing program gave. seconds, cpu: of the clock and of the processor; failed: the smallest
-    one; flaky: whether it failed only in company."""
-
-    ledger: Ledger
-    seconds: float
-    cpu: float
-    failed: Program | None = None
-    flaky: bool = False
+    workers: int = 0
 
     @property
-    def rate(self) -> tuple[float, float]:
-        """Programs a second, and a second of processor time."""
-        return self.ledger.programs / max(self.seconds, 1e-9), self.ledger.programs / max(self.cpu, 1e-9)
+    def dims(self) -> Dims:
+        """Of the shape."""
+        return SHAPES[self.shape]
+
+    @property
+    def home(self) -> Path:
+        """What Hypothesis keeps beside the stored failures."""
+        return Path(self.database) / "hypothesis"
 
 
 @dataclass(frozen=True)
@@ -89,38 +77,6 @@ class FuzzRun:
     report: Report
     code: str = ""
     rate: tuple[float, float] | None = None
-
-
-def hunt(
-    make: Callable[[], Any],
-    dims: Dims,
-    number: int,
-    count: int,
-    database: ExampleDatabase | None = None,
-    shrink: bool = True,
-) -> Hunt:
-    """Run up to `count` new programs, stored failures first; stop at the first failure and shrink it.
-
-    make: makes a backend; called for each program. number: seed.
-    """
-    ledger, clock, cpu = Ledger(), time.perf_counter(), time.process_time()
-    phases = (Phase.reuse, Phase.generate, Phase.shrink) if shrink else (Phase.reuse, Phase.generate)
-    chosen = settings(
-        max_examples=count, stateful_step_count=STEPS, database=database, deadline=None, phases=phases,
-        suppress_health_check=list(HealthCheck), verbosity=Verbosity.quiet, print_blob=False,
-        report_multiple_bugs=False,
-    )  # fmt: skip
-    failed, flaky = False, False
-    try:
-        run_state_machine_as_test(seed(number)(machine(make, dims, ledger)), settings=chosen)
-    except MismatchError:
-        failed = True
-    except Flaky:
-        failed, flaky = True, True
-    smallest = ledger.failed if failed else None
-    if smallest is not None and shrink and not flaky:
-        smallest = shrunk(smallest, make)
-    return Hunt(ledger, time.perf_counter() - clock, time.process_time() - cpu, smallest, flaky)
 
 
 def fuzz(options: FuzzOptions) -> FuzzRun:
@@ -140,8 +96,7 @@ def fuzz(options: FuzzOptions) -> FuzzRun:
         if options.relations:
             shown = _relation_controls(options, backend, relations)
             return FuzzRun(_report(options, backend, relations, shown, found, started, "relations"))
-        result = _programs(options, database)
-        controls = _controls(options, backend) if result.failed is None else []
+        result, controls = _hunted(options, backend, database)
     checks = _program_checks(result, backend)
     code = result.failed.code(options.backend) if result.failed else ""
     findings = [*_program_findings(result, options), *found]
@@ -158,33 +113,52 @@ def _database(options: FuzzOptions) -> ExampleDatabase:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe_writable(folder)
-        set_hypothesis_home_dir(folder.parent / "hypothesis")  # or it would make a folder where the user stands
+        set_hypothesis_home_dir(options.home)  # or it would make a folder where the user stands
     except OSError as cause:
         raise InputError(f"--database {options.database}: expected a writable folder, found: {cause}") from cause
     return DirectoryBasedExampleDatabase(folder)
 
 
-def _programs(options: FuzzOptions, database: ExampleDatabase) -> Hunt:
+def _hunted(options: FuzzOptions, backend: Any, database: ExampleDatabase) -> tuple[Hunt, list[Control]]:
+    """What is stored, then new programs, then the controls, until something fails."""
+    spec, what = options.backend, f"backend {options.backend!r}"
+    stored = hunt(backend_maker(spec), options.dims, options.seed, STORED, database, AGAIN)
+    if stored.failed is not None:
+        return stored, []
+    with team(options.workers, what, start_hunting, (options.home,)) as others:
+        result = _programs(options, stored, others)
+        if result.failed is None:
+            return result, _controls(options, backend, others)
+        return smallest_of(result, *_job(options, result.chunks - 1), database), []
+
+
+def _job(options: FuzzOptions, at: int) -> tuple[str, Dims, int, int]:
+    """Chunk number `at`."""
+    count = CHUNK if options.minutes is not None else min(CHUNK, options.examples - at * CHUNK)
+    return options.backend, options.dims, options.seed * 100_003 + at, count
+
+
+def _jobs(options: FuzzOptions, started: float) -> Iterator[tuple[str, Dims, int, int]]:
+    """Chunks until there are enough, or until time is up."""
+    at, limit = 0, options.minutes and options.minutes * 60
+    while at * CHUNK < options.examples if limit is None else at == 0 or time.perf_counter() - started < limit:
+        yield _job(options, at)
+        at += 1
+
+
+def _programs(options: FuzzOptions, stored: Hunt, others: Team) -> Hunt:
     """Chunks of programs until enough ran, time is up or one failed."""
-    total, seconds, cpu, chunk = Ledger(), 0.0, 0.0, 0
-    limit = None if options.minutes is None else options.minutes * 60
-    left, dims = options.examples, SHAPES[options.shape]
-    with Progress(options.examples if limit is None else max(int(limit), 1), "programs") as progress:
-        while True:
-            count = CHUNK if limit is not None else min(CHUNK, left)
-            part = hunt(lambda: load_backend(options.backend), dims, options.seed * 100_003 + chunk, count, database)
-            total, seconds, cpu = _added(total, part.ledger), seconds + part.seconds, cpu + part.cpu
-            chunk += 1
-            left -= count
-            progress.advance(count if limit is None else max(int(part.seconds), 1), f"{total.programs} programs")
+    total, started, told = stored, time.perf_counter(), 0
+    length = options.examples if options.minutes is None else max(int(options.minutes * 60), 1)
+    with Progress(length, "programs") as progress:
+        for part in others.each(chunk, _jobs(options, started)):
+            total = total.with_chunk(part, stored.seconds + time.perf_counter() - started)
+            done = min(total.chunks * CHUNK, length) if options.minutes is None else int(total.seconds)
+            progress.advance(done - told, f"{total.ledger.programs} programs")
+            told = done
             if part.failed is not None:
-                return Hunt(total, seconds, cpu, part.failed, part.flaky)
-            if (limit is None and left <= 0) or (limit is not None and seconds >= limit):
-                return Hunt(total, seconds, cpu)
-
-
-def _added(a: Ledger, b: Ledger) -> Ledger:
-    return Ledger(a.programs + b.programs, a.steps + b.steps, by=a.by + b.by)
+                break
+    return total
 
 
 def control_faults(surfaces: Sequence[str]) -> list[Fault]:
@@ -194,27 +168,15 @@ def control_faults(surfaces: Sequence[str]) -> list[Fault]:
     return [f for f in chosen.values() if f.surface in surfaces]
 
 
-def _controls(options: FuzzOptions, backend: Any) -> list[Control]:
-    faults = [f for f in control_faults(complete_surfaces(backend)) if f.fits(backend)]
+def _controls(options: FuzzOptions, backend: Any, others: Team) -> list[Control]:
+    faults = [f.id for f in control_faults(complete_surfaces(backend)) if f.fits(backend)]
+    jobs = [(fault, options.backend, options.dims, options.seed, CONTROL_PROGRAMS) for fault in faults]
     found = []
     with Progress(len(faults), "controls") as progress:
-        for fault in faults:
-            control = inject(fault, options.backend, SHAPES[options.shape], options.seed)
-            if control is not None:
-                found.append(control)
-            progress.advance(note=fault.id)
+        for fault, one in zip(faults, others.each(control, jobs), strict=True):
+            found += [] if one is None else [one]
+            progress.advance(note=fault)
     return found
-
-
-def inject(fault: Fault, spec: str, dims: Dims, number: int) -> Control | None:
-    """Look for one fault. cases: programs it took, or all that were run; None if no program could reach it because the
-    contract takes no trees."""
-    result = hunt(lambda: fault.wrap(load_backend(spec)), dims, number, CONTROL_PROGRAMS, shrink=False)
-    if result.failed is None:
-        unreachable = not result.ledger.changed and not load_backend(spec).contract.trees
-        return None if unreachable else Control(fault.id, fault.expect, False, None, None, result.ledger.programs)
-    by = f"{result.failed.surface}.programs"
-    return Control(fault.id, fault.expect, True, by, None, result.ledger.first_failure or 1)
 
 
 def _program_checks(result: Hunt, backend: Any) -> list[Check]:
@@ -261,7 +223,7 @@ def _relations(options: FuzzOptions, backend: Any) -> tuple[list[Check], list[Fi
             if reason:
                 checks.append(Check(f"relation.{name}", title, "all", "relation", "info", 0, None, None, None, reason))
             else:
-                seen = [f for s in seeds for f in relation.run(backend, s, SHAPES[options.shape], options.backend)]
+                seen = [f for s in seeds for f in relation.run(backend, s, options.dims, options.backend)]
                 status = "fail" if seen else "pass"
                 note = f"{len(seen)} disagreements" if seen else ""
                 checks.append(
@@ -276,7 +238,7 @@ def _relation_controls(options: FuzzOptions, backend: Any, asked: Sequence[Check
     """One for each relation that the backend kept: what it keeps, a wrong backend must break."""
     faults = [f for f in control_faults(complete_surfaces(backend)) if f.fits(backend)]
     kept = [check.id.removeprefix("relation.") for check in asked if check.status == "pass"]
-    return [relation_control(n, options.backend, faults, options.seed, SHAPES[options.shape]) for n in kept]
+    return [relation_control(n, options.backend, faults, options.seed, options.dims) for n in kept]
 
 
 def _report(
@@ -309,15 +271,3 @@ def _report(
         wall_s=round(time.perf_counter() - started, 2),
         created=facts["date"],
     )
-
-
-def programs_per_second(spec: str, seconds: float = 2.0) -> tuple[float, float]:
-    """Programs a second and a second of processor time, at the smallest shape, without controls."""
-    programs, clock, cpu, chunk = 0, 0.0, 0.0, 1
-    with one_thread():
-        hunt(lambda: load_backend(spec), DIMS_NANO, 0, 5, shrink=False)
-        while clock < seconds:
-            part = hunt(lambda: load_backend(spec), DIMS_NANO, chunk, CHUNK, shrink=False)
-            programs, clock, cpu = programs + part.ledger.programs, clock + part.seconds, cpu + part.cpu
-            chunk += 1
-    return programs / clock, programs / cpu

@@ -22,6 +22,8 @@ def register(commands: Any) -> None:
                      "(default .lumotree/fuzz)")  # fmt: skip
     sub.add_argument("--relation", action="append", default=[], metavar="NAME", help="this metamorphic relation alone "
                      "(repeatable)")  # fmt: skip
+    sub.add_argument("--workers", type=natural, default=None, help="worker processes, 0 = this one (default: one a "
+                     "core, up to four)")  # fmt: skip
     sub.add_argument("--script", default=None, metavar="FILE", help="write the smallest failing program there as well")
     sub.add_argument("--report", default=None, metavar="DIR", help="write report.json, junit.xml, summary.md there")
     sub.set_defaults(run=run)
@@ -47,6 +49,7 @@ def run(args: argparse.Namespace, command: str) -> int:
     from audit.fuzz import FuzzOptions, fuzz
     from audit.render import start_report, write_report
     from audit.render.terminal import print_report
+    from audit.runner import default_workers
     from lumotree.errors import InputError
 
     if args.report:
@@ -56,9 +59,11 @@ def run(args: argparse.Namespace, command: str) -> int:
             probe_writable(Path(args.script).resolve().parent)
         except OSError as cause:
             raise InputError(f"--script {args.script}: expected a file that can be written, found: {cause}") from cause
+    workers = default_workers("cpu") if args.workers is None else args.workers
     options = FuzzOptions(
-        args.backend, args.examples, args.minutes, args.shape, args.seed, args.database, tuple(args.relation), command
-    )
+        args.backend, args.examples, args.minutes, args.shape, args.seed, args.database, tuple(args.relation), command,
+        workers,
+    )  # fmt: skip
     result = fuzz(options)
     out = Console()
     if result.code:
@@ -68,7 +73,8 @@ def run(args: argparse.Namespace, command: str) -> int:
         Path(args.script).write_text(result.code)
     if result.rate:
         clock, cpu = result.rate
-        out.print(f"{clock:.0f} programs a second, {cpu:.0f} a second of processor time", highlight=False)
+        who = f" with {workers} workers" if workers else ""
+        out.print(f"{clock:.0f} programs a second{who}, {cpu:.0f} a second of processor time", highlight=False)
     if args.report:
         write_report(result.report, args.report)
     print_report(result.report)

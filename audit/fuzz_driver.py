@@ -17,7 +17,7 @@ from torch import Tensor
 
 from audit.engine import Request, Running, Turn
 from audit.fuzz_judge import MismatchError, StepJudge
-from audit.fuzz_sequential import Left, Sequential
+from audit.fuzz_sequential import Sequential, Walk
 from audit.fuzz_watched import Watched
 from audit.guard import Snapshot
 from audit.play import Actor
@@ -39,7 +39,7 @@ class Pending:
     """A verification that waits for its paths, and what each row must leave."""
 
     running: Running
-    lefts: dict[Key, dict[int, Left]]
+    walks: dict[Key, Walk]
     actors: dict[Key, Actor]
 
 
@@ -71,7 +71,6 @@ class Driver:
         self.pending: Pending | None = None
         self.saved: Saved | None = None
         self.steps = 0
-        self.trees: list[Tree] = []
         self._taken: list[int] = []
         self._second: Any = None
 
@@ -170,18 +169,17 @@ class Driver:
                 raise ProgramError(f"verify: request {k} has room for {self.room(k)} tokens, got {t.n} rows")
         requests = {k: self.engine.requests[k] for k in made}
         actors = {k: Actor(self.want.past(requests[k]), t, rows[k], ()) for k, t in made.items()}
-        lefts = {k: self._walk(requests[k], actors[k]) for k in made}
+        walks = {k: self._walk(requests[k], actors[k]) for k in made}
         turns: list[Turn | None] = [Turn(k, t, rows[k]) for k, t in made.items()]
         if padding is not None:
             turns.insert(padding, None)
-        self.trees += [Tree.make(t.parents, active=t.active, prefix_len=requests[k].length) for k, t in made.items()]
         running = self.engine.verify(turns, placement, backwards=backwards, taken=self._taken)
         self._flushed()
-        self.pending = Pending(running, lefts, actors)
+        self.pending = Pending(running, walks, actors)
         for i, turn in enumerate(running.turns):
             if turn is not None:
                 lo, hi = running.offsets[i : i + 2]
-                self.judge.outputs(turn.key, actors[turn.key], lefts[turn.key], lo, hi, step)
+                self.judge.outputs(turn.key, actors[turn.key], walks[turn.key], lo, hi, step)
 
     def accept(self, ends: Mapping[Key, int | None], apart: bool = False) -> None:
         """Publish, for each request of the verification, the path that ends in a row (0 if none is named), None for an
@@ -202,7 +200,7 @@ class Driver:
         for turn, path in zip(pending.running.turns, paths, strict=True):
             if turn is not None and path:
                 key, request = turn.key, before[turn.key]
-                self.want.commit(request, [pending.lefts[key][row] for row in path])
+                self.want.commit(request, [pending.walks[key].left[row] for row in path])
                 self._exported(key, replace(pending.actors[key], path=path), request, [r.slot for r in before.values()])
         self._states([k for k in self.keys if self.engine.requests[k].slot not in self.engine.deferred], "after accept")
 
@@ -261,15 +259,15 @@ class Driver:
         requests = {k: self.engine.requests[k] for k in keys}
         rows = {k: self.engine.draws.rows(1, 5, count, k) for k in keys}
         actors = {k: Actor(self.want.past(requests[k]), _tree([-1], ()), rows[k], (0,)) for k in keys}
-        lefts = {k: self._walk(requests[k], actors[k]) for k in keys}
+        walks = {k: self._walk(requests[k], actors[k]) for k in keys}
         turns: list[Turn | None] = [Turn(k, actors[k].tree, rows[k]) for k in keys]
         if padding is not None:
             turns.insert(padding, None)
         metadata = self._metadata_kept()
         self.engine.native(turns, apart)
         for at, key in enumerate(keys):
-            self.judge.outputs(key, actors[key], lefts[key], at, at + 1, count)
-            self.want.commit(requests[key], [lefts[key][0]])
+            self.judge.outputs(key, actors[key], walks[key], at, at + 1, count)
+            self.want.commit(requests[key], [walks[key].left[0]])
             self._published(key, actors[key], requests[key], None)
         metadata()
         self._states([k for k in self.keys if k not in keys], "beside a plain step")
@@ -317,7 +315,7 @@ class Driver:
         self.steps += 1
         return self.steps
 
-    def _walk(self, request: Request, actor: Actor) -> dict[int, Left]:
+    def _walk(self, request: Request, actor: Actor) -> Walk:
         try:
             return self.want.walk(request, actor)
         except AssertionError as damage:

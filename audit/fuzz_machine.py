@@ -26,7 +26,8 @@ LIVE, BRANCHES = 3, 5
 
 _BIT = st.integers(0, 1)
 _PICK = st.integers(0, LIVE - 1)
-_SHAPE = st.lists(st.integers(0, 4), max_size=BRANCHES)
+#: A tree's rows behind its root, see `shape_of`: every draw costs about as much as a call of a kernel.
+_SHAPE = st.tuples(st.integers(0, 6 * 5**2 - 1), st.integers(0, 5**3 - 1))
 #: Shapes of up to three requests, and whether all get as many rows as the first.
 _SHAPES = st.tuples(_SHAPE, _SHAPE, _SHAPE, st.booleans())
 _ENDS = st.tuples(*[st.integers(0, 7)] * LIVE)
@@ -54,6 +55,12 @@ class Ledger:
     def compared(self) -> int:
         """Comparisons, of all surfaces."""
         return self.by.total()
+
+
+def shape_of(drawn: tuple[int, int]) -> list[int]:
+    """Up to five entries 0..4 of a shape: how many and the first two are one number, the other three another."""
+    count, two = divmod(drawn[0], 25)
+    return [two // 5, two % 5, drawn[1] // 25, drawn[1] // 5 % 5, drawn[1] % 5][:count]
 
 
 def tree_of(shape: Sequence[int], room: int) -> tuple[list[int], list[int]]:
@@ -158,7 +165,7 @@ class Programs(RuleBasedStateMachine):
         if not keys:
             return False
         trees, inactive = {}, {}
-        *drawn, alike = shapes
+        *drawn, alike = *map(shape_of, shapes[:-1]), shapes[-1]
         for key, shape in zip(keys, drawn, strict=False):
             shape = (shape + _FILL)[: len(drawn[0])] if alike else shape
             shape = shape if self.contract.trees else [0] * len(shape)
@@ -236,12 +243,12 @@ class Programs(RuleBasedStateMachine):
 
     @precondition(lambda self: self._waits() and bool(self._steppable()))
     @rule(pick=_PICK, shape=_SHAPE, end=st.integers(0, 7))
-    def aside(self, pick: int, shape: list[int], end: int) -> None:
+    def aside(self, pick: int, shape: tuple[int, int], end: int) -> None:
         """Another batch on another workspace while one waits."""
         keys = self._steppable()
         key = keys[pick % len(keys)]
-        shape = shape if self.contract.trees else [0] * len(shape)
-        parents, off = tree_of([min(back, 3) for back in shape], min(self.driver.room(key), self.contract.max_rows))
+        backs = [min(back, 3) if self.contract.trees else 0 for back in shape_of(shape)]
+        parents, off = tree_of(backs, min(self.driver.room(key), self.contract.max_rows))
         assert not off
         self._do("aside", {key: parents}, {key: end % len(parents)})
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,14 +25,13 @@ from lumotree.tree import Tree
 @dataclass(frozen=True)
 class Left:
     """What decoding the path to one row left, all layers: recurrent (pool layout), conv, keys and values of every place
-    that the tree can reach, the row's own at `depth`, and the outputs by layer and surface."""
+    that the tree can reach, the row's own at `depth`."""
 
     recurrent: Tensor
     conv: Tensor
     keys: Tensor
     values: Tensor
     depth: int
-    out: list[dict[str, Tensor]]
 
     @property
     def k(self) -> Tensor:
@@ -42,6 +42,15 @@ class Left:
     def v(self) -> Tensor:
         """Values of the row itself."""
         return self.values[:, self.depth]
+
+
+@dataclass(frozen=True)
+class Walk:
+    """What decoding the paths of a tree gave: what each active row's left; outputs of all rows by layer and surface,
+    inactive ones poisoned."""
+
+    left: dict[int, Left]
+    out: list[dict[str, Tensor]]
 
 
 @dataclass
@@ -85,30 +94,33 @@ class Sequential:
         """Flat slots of positions start..end-1."""
         return self.engine.flat(request, range(start, end))
 
-    def walk(self, request: Request, actor: Actor) -> dict[int, Left]:
-        """Active row -> what decoding its path leaves. Raises AssertionError naming what a step wrote elsewhere."""
+    def walk(self, request: Request, actor: Actor) -> Walk:
+        """Decode the path of every active row. Raises AssertionError naming what a step wrote elsewhere."""
         tree, start = actor.tree, request.length
         self._slab.accept_all()
         reach = self.where(request, start, start + tree.max_depth + 1)
-        origin = self._left(request.slot, reach, 0, [])
+        origin = self._left(request.slot, reach, 0)
+        out = [{s: poison_(torch.empty_like(o[: tree.n])) for s, o in outs.items()} for outs in self.engine.out]
+        rows = [_rows(part, tree.n) for part in actor.rows]
         left: dict[int, Left] = {}
         stands = -1  # the row that the pools stand behind: a chain goes on where it is
         for row in tree.active_rows:
             parent, depth = int(tree.parents[row]), int(tree.depth[row])
             if parent != stands:
                 self._put(request.slot, reach, left[parent] if parent >= 0 else origin)
-            outs = self._step(request, start + depth, [_row(part, row) for part in actor.rows])
-            left[row], stands = self._left(request.slot, reach, depth, outs), row
+            outs = [StepOut(**{s: o[row : row + 1] for s, o in part.items()}) for part in out]
+            self._step(request, start + depth, [part[row] for part in rows], outs)
+            left[row], stands = self._left(request.slot, reach, depth), row
         self._put(request.slot, reach, origin)
         wrong = self._slab.changed()
         if wrong:
             raise AssertionError(f"one-token decoding wrote outside its request: {', '.join(wrong)}")
-        return left
+        return Walk(left, out)
 
-    def _left(self, slot: int, reach: Tensor, depth: int, outs: list[dict[str, Tensor]]) -> Left:
+    def _left(self, slot: int, reach: Tensor, depth: int) -> Left:
         p = self.pools
         return Left(
-            p.recurrent[:, slot].clone(), p.conv[:, slot].clone(), p.cache.k[:, reach], p.cache.v[:, reach], depth, outs
+            p.recurrent[:, slot].clone(), p.conv[:, slot].clone(), p.cache.k[:, reach], p.cache.v[:, reach], depth
         )
 
     def _put(self, slot: int, reach: Tensor, left: Left) -> None:
@@ -122,15 +134,11 @@ class Sequential:
         self.pools.cache.k[:, at] = torch.stack([x.k for x in left], 1)
         self.pools.cache.v[:, at] = torch.stack([x.v for x in left], 1)
 
-    def _step(self, request: Request, position: int, ops: list[StepOps]) -> list[dict[str, Tensor]]:
+    def _step(self, request: Request, position: int, ops: list[StepOps], outs: list[StepOut]) -> None:
         engine, batch = self.engine, self._batch(request, position)
-        outs = []
-        for layer, part in enumerate(ops):
+        for layer, (part, out) in enumerate(zip(ops, outs, strict=True)):
             own = StepOps(**{s: getattr(part, s) for s in engine.surfaces})
-            out = {s: poison_(torch.empty_like(o[:1])) for s, o in engine.out[layer].items()}
-            call(self.backend, "native_step", engine.where, own, self.pools, batch, StepOut(**out), layer)
-            outs.append({s: o[0] for s, o in out.items()})
-        return outs
+            call(self.backend, "native_step", engine.where, own, self.pools, batch, out, layer)
 
     def _batch(self, request: Request, position: int) -> Batch:
         key = request.slot, request.pages, position
@@ -156,14 +164,16 @@ class Sequential:
         return build_batch([tree], state_slots=[request.slot], page_table=table, page_size=size, device=engine.device)
 
     def _int32(self, values: Sequence[Any]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=self.engine.device)
+        return torch.from_numpy(np.array(values, np.int32)).to(self.engine.device)
 
 
-def _row(ops: StepOps, row: int) -> StepOps:
-    """The operands of one row, in memory of their own."""
-    return StepOps(*(None if part is None else _row_of(part, row) for part in vars(ops).values()))
+def _rows(ops: StepOps, count: int) -> list[StepOps]:
+    """The operands row by row, in memory of their own."""
+    parts = [None if part is None else _rows_of(part) for part in vars(ops).values()]
+    return [StepOps(*(None if part is None else part[row] for part in parts)) for row in range(count)]
 
 
-def _row_of(part: Any, row: int) -> Any:
-    own = {k: v if k in SHARED_OPERANDS else v[row : row + 1].clone() for k, v in vars(part).items()}
-    return type(part)(**own)
+def _rows_of(part: Any) -> list[Any]:
+    alone = {k: v.clone().split(1) for k, v in vars(part).items() if k not in SHARED_OPERANDS}
+    shared = {k: v for k, v in vars(part).items() if k in SHARED_OPERANDS}
+    return [type(part)(**dict(zip(alone, row, strict=True)), **shared) for row in zip(*alone.values(), strict=True)]

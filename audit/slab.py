@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -39,27 +40,34 @@ class Slab:
     """
 
     def __init__(self, parts: Iterable[tuple[str, tuple[int, ...], torch.dtype]], device: torch.device | str) -> None:
-        self.parts: dict[str, Part] = {}
-        end = GAP
-        for name, shape, dtype in parts:
-            size = int(np.prod(shape)) * dtype.itemsize
-            self.parts[name] = Part(name, end, size, shape, dtype)
-            end += -(-size // GAP) * GAP + GAP
-        self.block = torch.full((end,), 0xC5, dtype=torch.uint8, device=device)
+        self.parts, poisoned = _layout(tuple(parts))
+        self.block = poisoned.to(device, copy=True)
         self.seen = self.block.clone()
-        self._live = {name: part.of(self.block) for name, part in self.parts.items()}
-        self._last = {name: part.of(self.seen) for name, part in self.parts.items()}
-        for tensor in self._live.values():
-            poison_(tensor)
-        self.accept_all()
+        self._poison = poisoned.to(device)
+        self._live: dict[str, Tensor] = {}
+        self._last: dict[str, Tensor] = {}
+        self._masks: dict[tuple[str, ...], Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
         """The live tensor."""
+        if name not in self._live:
+            self._live[name] = self.parts[name].of(self.block)
         return self._live[name]
 
     def last(self, name: str) -> Tensor:
         """The tensor as it was last accepted."""
+        if name not in self._last:
+            self._last[name] = self.parts[name].of(self.seen)
         return self._last[name]
+
+    def poison(self, names: tuple[str, ...]) -> None:
+        """Poison some tensors as they were at first, in one call for all of them."""
+        if names not in self._masks:
+            mask = torch.zeros(self.block.shape, dtype=torch.bool)
+            for part in (self.parts[name] for name in names):
+                mask[part.start : part.start + part.size] = True
+            self._masks[names] = mask.to(self.block.device)
+        torch.where(self._masks[names], self._poison, self.block, out=self.block)
 
     def accept_all(self) -> None:
         """Take over everything: the caller itself has written."""
@@ -87,3 +95,18 @@ class Slab:
             at = at[at >= part.start + part.size]
             owner = part.name
         return found + ([f"guard behind {owner}"] if len(at) else [])
+
+
+@lru_cache(maxsize=256)
+def _layout(parts: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]) -> tuple[dict[str, Part], Tensor]:
+    """Where each tensor lies, and a block with everything poisoned."""
+    placed: dict[str, Part] = {}
+    end = GAP
+    for name, shape, dtype in parts:
+        size = int(np.prod(shape)) * dtype.itemsize
+        placed[name] = Part(name, end, size, shape, dtype)
+        end += -(-size // GAP) * GAP + GAP
+    block = torch.full((end,), 0xC5, dtype=torch.uint8)
+    for part in placed.values():
+        poison_(part.of(block))
+    return placed, block

@@ -112,11 +112,14 @@ class Draws:
         d, s, shared = self.world.dims, self._source(1, layer, *stream), self.params[layer]
         assert shared.gdn is not None and shared.conv is not None and shared.attention is not None
         take = _Carver(s, count, d)
-        odd = s.uniform(0, 1, count, 3)
-        a, b = take(d.hv), take(d.hv)
-        a = torch.where(odd[:, :1] < 0.06, -200.0, torch.where(odd[:, :1] > 0.97, 80.0, a))
-        b = torch.where(odd[:, 1:2] < 0.04, -200.0, torch.where(odd[:, 1:2] > 0.92, 200.0, b))
-        k = torch.where(odd[:, 2, None, None] < 0.05, 0.0, take(d.hk, d.dk))
+        a, b, k = take(d.hv), take(d.hv), take(d.hk, d.dk)
+        for row, (x, y, z) in enumerate(s.uniform(0, 1, count, 3).tolist()):
+            if x < 0.06 or x > 0.97:
+                a[row] = -200.0 if x < 0.06 else 80.0
+            if y < 0.04 or y > 0.92:
+                b[row] = -200.0 if y < 0.04 else 200.0
+            if z < 0.05:
+                k[row] = 0.0
         gdn = replace(shared.gdn, q=take(d.hk, d.dk), k=k, v=take(d.hv, d.dv), a=a, b=b)
         conv = replace(shared.conv, x=take(d.conv_channels))
         q, key, value = take(d.q_heads, d.head_dim), take(d.kv_heads, d.head_dim), take(d.kv_heads, d.head_dim)

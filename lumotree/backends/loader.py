@@ -70,6 +70,14 @@ def load_backend(spec: str, **contract: Any) -> Any:
     return backend
 
 
+def backend_maker(spec: str) -> Callable[[], Any]:
+    """What `load_backend` does, found and checked once: each call makes another backend of the same kind (an instance
+    is itself). Raises as it does."""
+    found = _find(spec)
+    check_backend(_make(spec, found, {}), spec)
+    return lambda: _make(spec, found, {})
+
+
 def known_backends() -> list[str]:
     """Names that `load_backend` knows: built-in ones and installed entry points."""
     return sorted({*BUILTIN, *(point.name for point in entry_points(group=ENTRY_POINTS))})

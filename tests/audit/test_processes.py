@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import resource
 import time
+from itertools import count, islice
 
 import pytest
 
-from audit.processes import pooled
+from audit.processes import pooled, team, worker_processes
 from lumotree.errors import BackendError
 
 
@@ -31,3 +32,22 @@ def test_what_workers_used_is_known_when_the_last_result_is_taken() -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     list(pooled(_busy, [(0.2,), (0.2,)], 2, "busy"))
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before > 0.4
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_team_takes_from_jobs_without_end_what_it_has_room_for(workers: int) -> None:
+    taken = count()
+    with team(workers, "powers") as others:
+        assert list(islice(others.each(pow, ((n, 2) for n in taken)), 5)) == [0, 1, 4, 9, 16]
+    assert next(taken) <= 5 + workers
+
+
+def test_jobs_that_have_begun_end_with_a_caller_that_stops() -> None:
+    begun = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), worker_processes(1, "naps") as pool:
+        assert pool.submit(pow, 2, 3).result() == 8
+        nap = pool.submit(time.sleep, 120)
+        while not nap.running():
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+    assert time.monotonic() - begun < 60

@@ -13,7 +13,7 @@ import torch
 
 from lumotree.backends import loader
 from lumotree.backends.bank import BankBackend
-from lumotree.backends.loader import ARGUMENTS, BUILTIN, check_backend, known_backends, load_backend
+from lumotree.backends.loader import ARGUMENTS, BUILTIN, backend_maker, check_backend, known_backends, load_backend
 from lumotree.backends.protocol import BackendBase
 from lumotree.backends.torch_backend import TorchBackend
 from lumotree.contract import Contract
@@ -91,6 +91,16 @@ def test_a_triton_backend_chooses_the_interpreter_by_itself(name: str) -> None:
 @pytest.mark.parametrize("path", ["Good", "instance", "make", "Holder.inner"])
 def test_module_object_from_the_current_directory(here: Path, path: str) -> None:
     assert type(load_backend(f"my_kernel_module:{path}")).__name__ == "Good"
+
+
+def test_a_maker_is_checked_once_and_makes_another_each_time(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = backend_maker("torch")
+    monkeypatch.setattr(loader, "check_backend", lambda *args: pytest.fail("checked again"))
+    one, two = make(), make()
+    assert isinstance(one, TorchBackend) and type(two) is TorchBackend and one is not two
+    monkeypatch.undo()
+    with pytest.raises(BackendError, match="is unknown"):
+        backend_maker("nope")
 
 
 def test_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
