@@ -18,7 +18,7 @@ def print_diagnoses(
         out.print(Text(f"{backend}: no small case fails, there is nothing to diagnose"), highlight=False)
     for diagnosis in found:
         for line in lines(diagnosis, backend, seed):
-            out.print(Text(line), highlight=False)
+            out.print(Text(line), soft_wrap=line.startswith("    lumotree-audit"), highlight=False)
 
 
 def lines(d: Mapping[str, Any], backend: str, seed: int) -> Iterator[str]:
@@ -41,7 +41,8 @@ def lines(d: Mapping[str, Any], backend: str, seed: int) -> Iterator[str]:
         yield "  no case of ours tells these apart"
     if d["near"]:
         yield "  next: " + ", ".join(f"{label(h)} (leaves {h['left']:.0%})" for h in d["near"])
-    yield f"  again: lumotree-audit diagnose --backend {backend} --seed {seed} --surface {d['surface']}"
+    yield "  again:"
+    yield f"    lumotree-audit diagnose --backend {backend} --seed {seed} --surface {d['surface']}"
 
 
 def label(hypothesis: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ from audit.render.decode import notes as decode_notes
 from audit.render.decode import tables as decode_tables
 from audit.render.diagnosis import lines
 from audit.render.sampler import tables as sampler_tables
-from audit.render.text import count, headline, last_lines, number, outcome, place
+from audit.render.text import against, count, headline, last_lines, number, outcome, place
 from audit.report import Report
 
 #: More findings than this stay in report.json only.
@@ -79,7 +79,7 @@ def _findings(report: Report) -> list[str]:
     blocks = []
     for f in report.findings[:MAX_FINDINGS]:
         where = ", ".join(part for part in (f.case, place(f)) if part)
-        blocks.append(f"**{_inline(f.check)}** {_inline(where)}: {number(f.got)}, allowed {number(f.allowed)}")
+        blocks.append(f"**{_inline(f.check)}** {_inline(where)}: {against(report, f)}")
         blocks.append(f"```sh\n{f.reproduce}\n```")
     more = len(report.findings) - MAX_FINDINGS
     if more > 0:

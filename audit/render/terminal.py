@@ -17,7 +17,18 @@ from audit.render.diagnosis import print_diagnoses
 from audit.render.progress import Progress
 from audit.render.sampler import STEPS_LEGEND
 from audit.render.sampler import tables as sampler_tables
-from audit.render.text import advice, controls_seen, count, first_of, headline, last_lines, number, outcome, place
+from audit.render.text import (
+    advice,
+    against,
+    controls_seen,
+    count,
+    first_of,
+    headline,
+    last_lines,
+    number,
+    outcome,
+    place,
+)
 from audit.report import Check, Control, Finding, Report
 
 __all__ = ["MAX_FINDINGS", "Progress", "print_report"]
@@ -222,7 +233,7 @@ def _print_findings(out: Console, report: Report, limit: int) -> None:
         first = first_of(found)
         where = ", ".join(part for part in (first.case, place(first)) if part)
         _say(out, f"{check}: {_extent(report, check, found)}", "red")
-        _say(out, f"  first in {where}: {number(first.got)}, allowed {number(first.allowed)}")
+        _say(out, f"  first in {where}: {against(report, first)}")
         _print_command(out, first)
     more = len(groups) - limit
     if more > 0:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import isfinite, isnan
 from pathlib import PurePath
 
-from audit.report import Check, Control, Finding, Report, judged_cells
+from audit.report import BITWISE_RUNGS, Check, Control, Finding, Report, judged_cells
 
 #: Width of a shortened hash in text.
 SHORT_HASH = 6
@@ -32,6 +32,14 @@ def place(finding: Finding) -> str:
     """Return where a finding is, naming only the indices that apply: `request 0, layer 3, row 12`."""
     parts = [(name, getattr(finding, name)) for name in ("request", "layer", "row", "head")]
     return ", ".join(f"{name} {value}" for name, value in parts if value is not None)
+
+
+def against(report: Report, finding: Finding) -> str:
+    """What a finding has and what it should have: "expected" where it must be just that, "allowed" where at most."""
+    rung = next((c.rung for c in report.checks if c.id == finding.check), "")
+    limit = rung == "derived" or not (rung in BITWISE_RUNGS or isinstance(finding.allowed, str))
+    word = "allowed" if limit else "expected"
+    return f"{number(finding.got)}, {word} {number(finding.allowed)}"
 
 
 def first_of(findings: Sequence[Finding]) -> Finding:

@@ -171,7 +171,7 @@ def test_a_pass_with_a_long_suite_keeps_its_numbers_at_80_columns() -> None:
 
 def test_a_fail_shows_the_findings_of_five_checks_with_their_commands() -> None:
     text = printed(REPORTS["FAIL"])
-    assert text.count("  first in hydra27/set2, request 0, layer 3, row 12: inf, allowed 0") == 5
+    assert text.count("  first in hydra27/set2, request 0, layer 3, row 12: inf, ") == 5
     assert "row 14" not in text and "conv.state: 2 findings, worst inf x bound\n" in text
     assert "findings of 2 more checks in report.json" in text
     assert text.splitlines()[-1] == "FAIL  torch  27B hydra27  1 of 3 checks failed: conv.state"
@@ -184,7 +184,7 @@ def test_findings_of_a_check_are_one_paragraph_with_the_count_the_worst_and_the_
     bad = replace(BAD, worst_ratio=41.5, note="312 of 2688 cells outside")
     text = printed(make_report((GOOD, bad), findings=tuple(found)))
     assert text.count("conv.state: 312 of 2688 cells outside, worst 41.5 x bound\n") == 1
-    assert text.count("first in") == 1 and "  first in b, request 0, layer 3, row 4: inf, allowed 0\n" in text
+    assert text.count("first in") == 1 and "  first in b, request 0, layer 3, row 4: inf, expected 0\n" in text
     assert all(len(line) <= 80 for line in text.splitlines())
     alone = printed(make_report((GOOD, replace(bad, worst_ratio=None, note="")), findings=(found[2],)))
     assert "\nconv.state: 1 finding\n  first in a, " in alone
@@ -313,6 +313,18 @@ def test_write_report_writes_all_files(tmp_path: Path) -> None:
     cells = next(p for p in paths if p.name.startswith("cells"))
     back = pd.read_parquet(cells) if cells.suffix == ".parquet" else pd.read_csv(cells)
     assert back["value"].tolist() == [0.25]
+
+
+@pytest.mark.parametrize(
+    ("rung", "allowed", "words"),
+    [("bitwise", 0.25, "expected 0.25"), ("exact-grid", 0.25, "expected 0.25"), ("envelope", 0.25, "allowed 0.25"),
+     ("derived", "1e-03 of it", "allowed 1e-03 of it"), ("law", "never", "expected never")],
+)  # fmt: skip
+def test_a_finding_says_what_was_expected_or_how_much_is_allowed(rung: str, allowed: Any, words: str) -> None:
+    check = replace(GOOD, id="conv.state", rung=rung, status="fail", note="1 cells outside")
+    report = make_report((check,), findings=(replace(FINDING, got=0.5, allowed=allowed),))
+    assert f": 0.5, {words}" in render_markdown(report)
+    assert f"row 12: 0.5, {words}" in printed(report)
 
 
 def test_cells_and_pictures_of_an_earlier_report_do_not_stay(tmp_path: Path) -> None:
