@@ -22,11 +22,12 @@ from audit.fuzz_judge import MismatchError
 from audit.fuzz_machine import shape_of, tree_of
 from audit.fuzz_program import Program
 from audit.metamorphic import RELATIONS
+from audit.relation_controls import relation_control
 from audit.slab import Slab
 from audit.world import DIMS_NANO, World
 from faults import CATALOGUE
 from lumotree.backends.loader import load_backend
-from lumotree.backends.protocol import Accepted, Batch
+from lumotree.backends.protocol import Accepted, Batch, complete_surfaces
 from lumotree.backends.reference import ReferenceBackend, RowMath
 from lumotree.backends.torch_backend import TorchBackend
 from lumotree.contract import Contract
@@ -526,6 +527,15 @@ def test_a_relation_alone_passes_only_beside_a_wrong_backend_that_breaks_it(
     report = fuzz(FuzzOptions(relations=(name,))).report
     (control,) = report.controls
     assert report.verdict == "PASS" and control.detected and control.by == f"relation.{name}"
+
+
+@pytest.mark.parametrize(("backend", "name", "seed"), [("torch", "non_ancestors", 2), ("specla", "permuted", 1)])
+def test_a_relation_has_power_on_a_seed_on_which_no_known_defect_shows(backend: str, name: str, seed: int) -> None:
+    dims = FuzzOptions().dims
+    kernel = load_backend(backend)
+    faults = [f for f in fuzzing.control_faults(complete_surfaces(kernel)) if f.fits(kernel)]
+    assert not relation_control(name, backend, faults, [seed], dims).detected
+    assert fuzz(FuzzOptions(backend, relations=(name,), seed=seed)).report.verdict == "PASS"
 
 
 def test_a_surface_that_nobody_writes_keeps_no_relation(broken: Path) -> None:
