@@ -28,6 +28,7 @@ from audit.shortage import shortage
 from audit.suite import check_device
 from audit.tally import Tallies, judged
 from lumotree.backends.loader import load_backend
+from lumotree.backends.protocol import complete_surfaces
 from lumotree.errors import InputError
 
 POLICIES = ("weaver", "treewy", "treewy_tf32", "specla", "snapshot_chain")
@@ -98,6 +99,8 @@ def _all(options: Options, ceilings: Ceilings, keep: Keep = lambda outcomes, lef
                     raise
                 outcomes.append(Outcome(name, refused=f"not installed: {refusal}"))
             else:
+                if named and "gdn" not in complete_surfaces(backend):
+                    raise InputError(f"--backends: {name} does not verify and publish gdn, which is what bench times")
                 outcomes.append(_one(name, backend, options, ceilings))
             keep(outcomes, names[i + 1 :])
             progress.advance(note=name)

@@ -55,7 +55,7 @@ def open_backend(spec: str) -> Any:
     Raises BackendError for one that lacks a surface or claims less than bits, InputError for a malformed list.
     """
     if "=" not in spec:
-        return _checked(load_backend(spec))
+        return _checked(load_backend(spec), spec)
     parts: dict[str, str] = {}
     for item in spec.split(","):
         surface, _, name = item.partition("=")
@@ -65,22 +65,21 @@ def open_backend(spec: str) -> Any:
     missing = [s for s in SURFACE_NAMES if s not in parts]
     if missing:
         raise InputError(f"--backend: no backend named for {', '.join(missing)} in {spec!r}")
-    return _checked(MixedBackend(**{surface: load_backend(name) for surface, name in parts.items()}))
+    return _checked(MixedBackend(**{surface: load_backend(name) for surface, name in parts.items()}), spec)
 
 
-def _checked(backend: Any) -> Any:
+def _checked(backend: Any, spec: str) -> Any:
     covered = covered_surfaces(backend)
     missing = [s for s, has in covered.items() if not all(has)]
     if missing or not callable(getattr(backend, "native_step", None)):
         what = ", ".join(missing) or "a one-token step"
         raise BackendError(
-            f"decode: backend {backend.name!r} has no {what}; combine backends with "
-            "--backend gdn=NAME,conv=NAME,attention=NAME"
+            f"decode: backend {spec!r} has no {what}; combine backends with --backend gdn=NAME,conv=NAME,attention=NAME"
         )
     weaker = [s for s in SURFACE_NAMES if backend.contract.claim(s) != "bitwise"]
     if weaker:
         raise BackendError(
-            f"decode: backend {backend.name!r} claims only {backend.contract.claim(weaker[0])!r} for "
+            f"decode: backend {spec!r} claims only {backend.contract.claim(weaker[0])!r} for "
             f"{', '.join(weaker)}; decode compares bits, and can only judge a backend that claims them"
         )
     return backend

@@ -61,12 +61,21 @@ class StepJudge:
             for surface in self.engine.surfaces:
                 got, want = outs[surface][lo:hi], walk.out[layer][surface]
                 same = self._claims(surface) and self._all_same(surface, got, want, rows)
+                self._numbers(f"{surface} output of request {key}, layer {layer}", surface, got, rows)
                 for row in rows if not same or oracles is not None else ():
                     where = f"{surface} output of request {key}, layer {layer}, row {row}"
                     if self._claims(surface) and not same:
                         self._same(where, surface, got[row], want[row])
                     if oracles is not None:
                         self._within(where, surface, got[row], oracles[layer].out[surface][row])
+
+    @staticmethod
+    def _numbers(where: str, surface: str, got: Tensor, rows: Sequence[int]) -> None:
+        """Outputs are filled with NaN before a call: a kernel that writes none agrees in bits with its own step that
+        writes none, and no operand of a program makes one."""
+        if bool(got.isnan().any()):
+            for row in (r for r in rows if got[r].isnan().any()):
+                raise MismatchError(f"{where}, row {row} is not a number: was it written?", surface)
 
     def _all_same(self, surface: str, got: Tensor, want: Tensor, rows: Sequence[int]) -> bool:
         """Whether all rows have the same bits: then each counts as compared, else they must be looked at."""

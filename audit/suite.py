@@ -107,6 +107,13 @@ def calibrate(options: Options, force: bool = False) -> Run:
         options.backend, _fitting(specs, backend), device=options.device, arm=arm, workers=options.workers,
         label="calibration",
     )  # fmt: skip
+    # A calibration that did not pass may hold values that no bound can be made of.
+    run = _report(options, backend, shape, results, [], None, started, "calibration", ())
+    if run.report.verdict != "PASS":
+        note = f"envelope {path} not written: the calibration set did not pass; to look for the defect: " + shlex.join(
+            ["lumotree-audit", "diagnose", "--backend", options.backend]
+        )
+        return replace(run, report=replace(run.report, warnings=(*run.report.warnings, note)))
     frozen = envelope.freeze(
         assemble.unit_statistics(results),
         backend=options.backend,
@@ -122,13 +129,8 @@ def calibrate(options: Options, force: bool = False) -> Run:
         seed=options.seed,
         environment=environment_on(options.device),
     )
-    ref = EnvelopeRef(str(path), frozen.sha256, frozen.guarantee)
-    run = _report(options, backend, shape, results, [], ref, started, "calibration", ())
-    if run.report.verdict == "PASS":
-        envelope.save(frozen, path, force)
-        return run
-    note = f"envelope {path} not written: the calibration set did not pass"
-    return replace(run, report=replace(run.report, envelope=None, warnings=(*run.report.warnings, note)))
+    envelope.save(frozen, path, force)
+    return replace(run, report=replace(run.report, envelope=EnvelopeRef(str(path), frozen.sha256, frozen.guarantee)))
 
 
 def check(options: Options) -> Run:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import isfinite, isnan
 from pathlib import PurePath
 
-from audit.report import BITWISE_RUNGS, Check, Control, Finding, Report, judged_cells
+from audit.report import Check, Control, Finding, Report, judged_cells
 
 #: Width of a shortened hash in text.
 SHORT_HASH = 6
@@ -34,12 +34,26 @@ def place(finding: Finding) -> str:
     return ", ".join(f"{name} {value}" for name, value in parts if value is not None)
 
 
+#: How the derived rung says which part of an error its bound is.
+_SHARE = " of it"
+
+#: First words of suites whose findings hold a value against the value that it should be.
+_VALUES = ("component", "calibration", "fuzz")
+
+
 def against(report: Report, finding: Finding) -> str:
-    """What a finding has and what it should have: "expected" where it must be just that, "allowed" where at most."""
-    rung = next((c.rung for c in report.checks if c.id == finding.check), "")
-    limit = rung == "derived" or not (rung in BITWISE_RUNGS or isinstance(finding.allowed, str))
-    word = "allowed" if limit else "expected"
-    return f"{number(finding.got)}, {word} {number(finding.allowed)}"
+    """What a finding has and what it should have: "expected" where it must be just that, "allowed" where at most.
+
+    A number is what the bits should have been in the suites that compare values, a limit in the others.
+    """
+    got, allowed = number(finding.got), finding.allowed
+    if allowed is None:
+        return got
+    if isinstance(allowed, str) and allowed.endswith(_SHARE):
+        share = f"{float(allowed.removesuffix(_SHARE)):.1%}" if got != "nan" else "nothing"
+        return f"error {got}, of which {share} is allowed"
+    values = isinstance(allowed, str) or report.suite.startswith(_VALUES)
+    return f"{got}, {'expected' if values else 'allowed'} {number(allowed)}"
 
 
 def first_of(findings: Sequence[Finding]) -> Finding:

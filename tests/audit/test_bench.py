@@ -167,6 +167,19 @@ def test_peers_that_are_not_installed_are_named(monkeypatch: pytest.MonkeyPatch)
     assert found.refused.startswith("not installed: backend 'nobody' is unknown")
 
 
+def test_a_backend_without_what_is_timed_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "conv_alone.py").write_text(
+        "from faults import Faulty\nfrom lumotree.backends.torch_backend import TorchBackend\n"
+        "class Kernel(Faulty):\n    def __init__(self):\n"
+        "        super().__init__(TorchBackend(), gdn_verify=None, gdn_publish=None)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main(["bench", "--shape", "micro", "--backends", "conv_alone:Kernel"]) == 2
+    assert "conv_alone:Kernel does not verify and publish gdn, which is what bench times" in capsys.readouterr().err
+
+
 def test_bad_input_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--shape", "huge"]) == 2
     assert "--shape: expected one of" in capsys.readouterr().err

@@ -380,6 +380,17 @@ def test_a_backend_that_cannot_be_judged_by_bits_is_refused(backend_file):
         open_backend(name)
 
 
+def test_a_backend_that_lacks_a_surface_is_named_as_the_user_named_it(tmp_path, monkeypatch):
+    (tmp_path / "conv_alone.py").write_text(
+        "from faults import Faulty\nfrom lumotree.backends.torch_backend import TorchBackend\n"
+        "class Kernel(Faulty):\n    def __init__(self):\n"
+        "        super().__init__(TorchBackend(), gdn_verify=None, gdn_publish=None)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(BackendError, match="decode: backend 'conv_alone:Kernel' has no gdn"):
+        open_backend("conv_alone:Kernel")
+
+
 def test_a_backend_without_a_surface_is_refused(backend_file):
     name = backend_file("""
         from lumotree.backends.torch_backend import TorchBackend

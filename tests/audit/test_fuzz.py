@@ -548,6 +548,8 @@ def test_a_surface_that_nobody_writes_keeps_no_relation(broken: Path) -> None:
         "    def native_step(self, ops, pools, batch, out, layer):\n"
         "        super().native_step(replace(ops, attention=None), pools, batch, out, layer)\n"
     )
+    stopped = fuzz(FuzzOptions("fuzz_dead:Kernel", examples=5)).report
+    assert "attention output" in str(stopped.findings) and "is not a number: was it written?" in str(stopped.findings)
     report = fuzz(FuzzOptions("fuzz_dead:Kernel", relations=("alone", "alone"))).report
     assert report.verdict == "FAIL" and len(report.checks) == 1
     assert {f.check for f in report.findings} == {"attention.alone"}

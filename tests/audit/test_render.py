@@ -184,7 +184,7 @@ def test_findings_of_a_check_are_one_paragraph_with_the_count_the_worst_and_the_
     bad = replace(BAD, worst_ratio=41.5, note="312 of 2688 cells outside")
     text = printed(make_report((GOOD, bad), findings=tuple(found)))
     assert text.count("conv.state: 312 of 2688 cells outside, worst 41.5 x bound\n") == 1
-    assert text.count("first in") == 1 and "  first in b, request 0, layer 3, row 4: inf, expected 0\n" in text
+    assert text.count("first in") == 1 and "  first in b, request 0, layer 3, row 4: inf, allowed 0\n" in text
     assert all(len(line) <= 80 for line in text.splitlines())
     alone = printed(make_report((GOOD, replace(bad, worst_ratio=None, note="")), findings=(found[2],)))
     assert "\nconv.state: 1 finding\n  first in a, " in alone
@@ -316,15 +316,21 @@ def test_write_report_writes_all_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rung", "allowed", "words"),
-    [("bitwise", 0.25, "expected 0.25"), ("exact-grid", 0.25, "expected 0.25"), ("envelope", 0.25, "allowed 0.25"),
-     ("derived", "1e-03 of it", "allowed 1e-03 of it"), ("law", "never", "expected never")],
+    ("suite", "got", "allowed", "words"),
+    [("component 27B hydra27", 0.5, 0.25, "0.5, expected 0.25"),
+     ("calibration tiny hydra27", 0.5, 0.25, "0.5, expected 0.25"),
+     ("continuation", 0.5, 0.25, "0.5, allowed 0.25"), ("sampler", 0.5, "never", "0.5, expected never"),
+     ("component", 0.5, "1.00e-02 of it", "error 0.5, of which 1.0% is allowed"),
+     ("component", float("nan"), "0.00e+00 of it", "error nan, of which nothing is allowed"),
+     ("fuzz nano, 12 programs", "row 3 differs", None, "row 3 differs")],
 )  # fmt: skip
-def test_a_finding_says_what_was_expected_or_how_much_is_allowed(rung: str, allowed: Any, words: str) -> None:
-    check = replace(GOOD, id="conv.state", rung=rung, status="fail", note="1 cells outside")
-    report = make_report((check,), findings=(replace(FINDING, got=0.5, allowed=allowed),))
-    assert f": 0.5, {words}" in render_markdown(report)
-    assert f"row 12: 0.5, {words}" in printed(report)
+def test_a_finding_says_what_was_expected_or_how_much_is_allowed(
+    suite: str, got: Any, allowed: Any, words: str
+) -> None:
+    check = replace(GOOD, id="conv.state", status="fail", note="1 cells outside")
+    report = make_report((check,), findings=(replace(FINDING, got=got, allowed=allowed),), suite=suite)
+    assert f": {words}\n" in render_markdown(report)
+    assert f"row 12: {words}\n" in printed(report, 120)
 
 
 def test_cells_and_pictures_of_an_earlier_report_do_not_stay(tmp_path: Path) -> None:

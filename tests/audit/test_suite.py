@@ -95,6 +95,21 @@ def test_calibration_that_fails_writes_no_envelope(few: None, folder: Path) -> N
     assert [p.name for p in folder.iterdir() if p.suffix == ".json"] == []
 
 
+def test_calibration_of_a_kernel_that_writes_nothing_is_a_fail_with_findings(few: None, folder: Path) -> None:
+    (folder / "rebinds.py").write_text(
+        "from dataclasses import replace\n"
+        "from lumotree.backends.torch_backend import TorchBackend\n\n"
+        "class Kernel(TorchBackend):\n"
+        "    def conv_verify(self, ops, pool, batch, ws, out, layer):\n"
+        "        super().conv_verify(ops, pool, batch, ws, out.clone(), layer)\n\n"
+        "    def native_step(self, ops, pools, batch, out, layer):\n"
+        "        super().native_step(ops, pools, batch, replace(out, conv=out.conv.clone()), layer)\n"
+    )
+    run = suite.calibrate(options("rebinds:Kernel", instances=2))
+    assert run.report.verdict == "FAIL" and any(f.check.startswith("conv.") for f in run.report.findings)
+    assert "lumotree-audit diagnose --backend rebinds:Kernel" in run.report.warnings[-1]
+
+
 def test_an_envelope_without_power_is_inconclusive(few: None, folder: Path) -> None:
     suite.calibrate(options(instances=2))
     report = suite.check(options(instances=2)).report
