@@ -10,12 +10,12 @@ from lumotree.errors import BackendError, InputError
 
 def call(backend: Any, method: str, case: str, *args: Any) -> Any:
     """Call a method of the backend. Refusals (InputError) pass; anything else becomes a BackendError naming the method,
-    the case and the line that raised."""
+    the case and the line that raised, also an exit: a kernel that ends the run has passed nothing."""
     try:
         return getattr(backend, method)(*args)
     except InputError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         raise BackendError(
             f"case {case}: {method} raised {type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"

@@ -115,6 +115,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("lumotree-audit: interrupted", file=sys.stderr)
         return 130
+    except SystemExit as left:  # its code would be taken for ours, 0 for a PASS
+        print(f"lumotree-audit: something the run called left it with exit code {left.code}; there is no verdict",
+              file=sys.stderr)  # fmt: skip
+        return EXIT_USAGE
     except Exception as error:
         from audit.shortage import remedy, shortage
 

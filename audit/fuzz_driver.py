@@ -17,21 +17,17 @@ from torch import Tensor
 
 from audit.engine import Request, Running, Turn
 from audit.fuzz_judge import MismatchError, StepJudge
+from audit.fuzz_legal import ProgramError, asked_path, asked_tree, possible
 from audit.fuzz_sequential import Sequential, Walk
 from audit.fuzz_watched import Watched
 from audit.guard import Snapshot
 from audit.play import Actor
 from audit.world import Past, World
 from lumotree.backends.protocol import SHARED_OPERANDS, StepOps
-from lumotree.errors import InputError
 from lumotree.tree import Tree
 
 #: Keys of requests are any integers; a program of the fuzzer counts them up.
 Key = int
-
-
-class ProgramError(InputError):
-    """A program asks for a step that its world has no room for, or out of turn."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +93,8 @@ class Driver:
         self._place(key, self.want.past(self.engine.requests[donor]), donor)
 
     def _place(self, key: Key, past: Past, donor: Key | None) -> None:
-        self.engine.admit(key, past, donor)
+        with possible("admit"):
+            self.engine.admit(key, past, donor)
         request = self.engine.requests[key]
         self.want.mirror(request.slot, self.want.where(request, 0, request.length))
 
@@ -162,11 +159,9 @@ class Driver:
         if self.pending is not None:
             raise ProgramError("verify: expected accept or rollback first, a verification is pending")
         step = self._count()
-        made = {k: _tree(parents, (inactive or {}).get(k, ())) for k, parents in trees.items()}
+        made = {k: asked_tree(parents, (inactive or {}).get(k, ())) for k, parents in trees.items()}
+        self._check_room(made)
         rows = {k: _without(self.engine.draws.rows(t.n, 4, step, k), t) for k, t in made.items()}
-        for k, t in made.items():
-            if t.n > self.room(k):
-                raise ProgramError(f"verify: request {k} has room for {self.room(k)} tokens, got {t.n} rows")
         requests = {k: self.engine.requests[k] for k in made}
         actors = {k: Actor(self.want.past(requests[k]), t, rows[k], ()) for k, t in made.items()}
         walks = {k: self._walk(requests[k], actors[k]) for k in made}
@@ -181,6 +176,14 @@ class Driver:
                 lo, hi = running.offsets[i : i + 2]
                 self.judge.outputs(turn.key, actors[turn.key], walks[turn.key], lo, hi, step)
 
+    def _check_room(self, trees: Mapping[Key, Tree]) -> None:
+        for k, t in trees.items():
+            if t.n > self.room(k):
+                raise ProgramError(f"verify: request {k} has room for {self.room(k)} tokens, got {t.n} rows")
+        rows, most = sum(t.n for t in trees.values()) + len(self._taken), self.world.rows
+        if rows > most:
+            raise ProgramError(f"verify: the world has room for {most} rows, got {rows}")
+
     def accept(self, ends: Mapping[Key, int | None], apart: bool = False) -> None:
         """Publish, for each request of the verification, the path that ends in a row (0 if none is named), None for an
         empty one.
@@ -191,10 +194,8 @@ class Driver:
             raise ProgramError("accept: expected a verification that waits for its paths, got none")
         self._count()
         pending, self.pending = self.pending, None
-        paths: list[tuple[int, ...] | None] = []
-        for turn in pending.running.turns:
-            end = None if turn is None else ends.get(turn.key, 0)
-            paths.append(None if turn is None or end is None else turn.tree.path(end))
+        contract = self.engine.contract
+        paths = [asked_path(t.tree, ends.get(t.key, 0), contract) if t else None for t in pending.running.turns]
         before = {t.key: self.engine.requests[t.key] for t in pending.running.turns if t}
         self.engine.publish(pending.running, paths, apart)
         for turn, path in zip(pending.running.turns, paths, strict=True):
@@ -249,16 +250,14 @@ class Driver:
         """One token of some requests by the backend's own step, also between a verification and its acceptance, for
         requests that have no part in it. apart: attention in a call of its own."""
         busy = {t.key for t in self.pending.running.turns if t} if self.pending else set()
-        if busy & set(keys):
-            raise ProgramError(
-                f"step: expected requests without a pending verification, got {sorted(busy & set(keys))}"
-            )
+        if both := sorted(busy & set(keys)):
+            raise ProgramError(f"step: expected requests without a pending verification, got {both}")
         if self.engine.deferred:
             self._settle()
         count = self._count()
         requests = {k: self.engine.requests[k] for k in keys}
         rows = {k: self.engine.draws.rows(1, 5, count, k) for k in keys}
-        actors = {k: Actor(self.want.past(requests[k]), _tree([-1], ()), rows[k], (0,)) for k in keys}
+        actors = {k: Actor(self.want.past(requests[k]), asked_tree([-1]), rows[k], (0,)) for k in keys}
         walks = {k: self._walk(requests[k], actors[k]) for k in keys}
         turns: list[Turn | None] = [Turn(k, actors[k].tree, rows[k]) for k in keys]
         if padding is not None:
@@ -367,10 +366,6 @@ class Driver:
         e.deferred = frozenset()
         e.slab.accept_all()
         self._states(self.keys, "once everything deferred was applied")
-
-
-def _tree(parents: Sequence[int], inactive: Sequence[int]) -> Tree:
-    return Tree.make(parents, active=[row not in inactive for row in range(len(parents))])
 
 
 def _without(rows: list[StepOps], tree: Tree) -> list[StepOps]:

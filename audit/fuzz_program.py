@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from audit.fuzz_driver import Driver, ProgramError
+from audit.fuzz_driver import Driver
 from audit.fuzz_judge import MismatchError
+from audit.fuzz_legal import ProgramError
 from audit.world import World
 from lumotree.errors import InputError
 

@@ -56,7 +56,7 @@ class Guarded:
             return getattr(self.loaded.sampler, method)(*arguments)
         except InputError as refusal:
             raise BackendError(f"sampler {self.loaded.spec!r}: {method} refused a valid step: {refusal}") from refusal
-        except Exception as error:  # whatever a stranger's kernel raises
+        except (Exception, SystemExit) as error:  # whatever a stranger's kernel raises
             raise BackendError(
                 f"sampler {self.loaded.spec!r}: {method} raised {type(error).__name__}: {error}"
             ) from error

@@ -142,7 +142,7 @@ def import_object(spec: str, target: str, kind: str = "backend") -> Any:
         found: Any = importlib.import_module(module_name)
     except InputError:
         raise
-    except Exception as error:  # whatever a stranger's module raises while it is imported
+    except (Exception, SystemExit) as error:  # whatever a stranger's module raises while it is imported
         raise BackendError(
             f"{kind} {spec!r}: module {module_name!r} cannot be imported: {type(error).__name__}: {error}"
         ) from error
@@ -164,7 +164,7 @@ def _make(spec: str, found: Any, overrides: dict[str, Any]) -> Any:
         return found(**arguments)
     except InputError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise BackendError(
             f"backend {spec!r}: {found.__qualname__} cannot be called: {type(error).__name__}: {error}"
         ) from error

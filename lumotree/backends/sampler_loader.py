@@ -110,7 +110,7 @@ def _made(spec: str, found: Any) -> Any:
         return found()
     except InputError:
         raise
-    except Exception as error:  # whatever a stranger's constructor raises
+    except (Exception, SystemExit) as error:  # whatever a stranger's constructor raises
         raise BackendError(
             f"sampler {spec!r}: {found.__qualname__} cannot be called: {type(error).__name__}: {error}"
         ) from error

@@ -69,6 +69,13 @@ class Refuses(TorchBackend):
     def gdn_verify(self, ops, pool, batch, ws, out, layer):
         raise ContractError("gdn q: expected torch.float16, got torch.bfloat16")
 
+class Leaves(TorchBackend):
+    def gdn_verify(self, ops, pool, batch, ws, out, layer):
+        raise SystemExit(0)
+
+def leaves_when_made():
+    raise SystemExit(0)
+
 class Leaks(TorchBackend):
     def gdn_verify(self, ops, pool, batch, ws, out, layer):
         super().gdn_verify(ops, pool, batch, ws, out, layer)
@@ -225,6 +232,34 @@ def test_our_own_bug_ends_with_70_and_a_traceback(
     assert run("check", *MICRO, "--only", ONE_CASE) == 70
     err = capsys.readouterr().err
     assert "Traceback" in err and "KeyError: 'ours'" in err and "internal error" in err
+
+
+@pytest.mark.parametrize("command", [("check", *MICRO, "--only", ONE_CASE), ("fuzz", "--relation", "chain")])
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("kernels_of_cli:Leaves", "gdn_verify raised SystemExit: 0 ("),
+        ("kernels_of_cli:leaves_when_made", "leaves_when_made cannot be called: SystemExit: 0"),
+        ("leaves_on_import:Kernel", "module 'leaves_on_import' cannot be imported: SystemExit: 0"),
+    ],
+)
+def test_a_kernel_that_ends_the_run_with_0_has_passed_nothing(
+    folder: Path, capsys: pytest.CaptureFixture[str], command: tuple[str, ...], spec: str, message: str
+) -> None:
+    (folder / "leaves_on_import.py").write_text("import sys\n\nsys.exit(0)\n")
+    assert cli.main([*command, "--backend", spec]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_whatever_else_ends_a_run_with_0_has_passed_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def leaves(*args: object, **kwargs: object) -> None:
+        raise SystemExit(0)
+
+    monkeypatch.setattr("audit.suite.check", leaves)
+    assert cli.main(["check", *MICRO, "--suite", "component"]) == 2
+    assert "left it with exit code 0; there is no verdict" in capsys.readouterr().err
 
 
 def test_a_case_off_its_grid_is_our_own_bug(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,11 +16,13 @@ from torch import Tensor
 from audit import cli
 from audit import fuzz as fuzzing
 from audit.fuzz import FuzzOptions, fuzz
-from audit.fuzz_driver import Driver, ProgramError
+from audit.fuzz_driver import Driver
 from audit.fuzz_hunt import NEW, hunt, inject
 from audit.fuzz_judge import MismatchError
+from audit.fuzz_legal import ProgramError
 from audit.fuzz_machine import shape_of, tree_of
-from audit.fuzz_program import Program
+from audit.fuzz_program import Program, Step
+from audit.fuzz_shrink import shrunk, smaller
 from audit.metamorphic import RELATIONS
 from audit.relation_controls import relation_control
 from audit.slab import Slab
@@ -454,6 +456,49 @@ def test_a_legal_step_that_is_refused_is_a_finding_that_shrinks_to_its_smallest_
     assert found.run(Refuses()) is not None and found.run(TorchBackend()) is None
 
 
+def _reading(first: int) -> list[Step]:
+    """Two requests on most of the rows there are, a third beside them, both with what can be taken away."""
+    chain: dict[int, list[int]] = {k: [-1, 0, 1, 1, 3, 0] for k in (first, first + 1)}
+    return [
+        *[("admit", (k, 1), {}) for k in range(first, first + 3)],
+        ("verify", (chain,), {"padding": 1, "inactive": {first: [3, 4]}}),
+        ("aside", ({first + 2: [-1, 0, 1, 2, 3, 0]}, {first + 2: 1}), {}),
+        ("accept", ({first: 5, first + 1: 4},), {}),
+        ("finish", (first + 2,), {}),
+    ]
+
+
+@pytest.mark.parametrize("page_size", [1, 3])
+def test_a_program_that_cannot_be_run_is_never_the_backends_fault(page_size: int) -> None:
+    churn: list[Step] = [step for k in range(9, 13) for step in [("admit", (k, 0), {}), ("finish", (k,), {})]]
+    program = Program(World(rows=18, page_size=page_size), [*churn, *_reading(0), ("share", (4, 1), {})])
+    candidates = [program, *smaller(program), *(c for p in list(smaller(program))[::7] for c in [*smaller(p)][::7])]
+    ran = 0
+    for candidate in candidates:
+        try:
+            assert candidate.run(TorchBackend()) is None, candidate
+            ran += 1
+        except (ProgramError, KeyError):
+            continue
+    assert 0 < ran < len(candidates)
+
+
+class Crowded(TorchBackend):
+    """Wrong in the fourth row of a batch that is larger than any in a world of the usual size."""
+
+    def gdn_verify(self, ops: Any, pool: Tensor, batch: Batch, ws: Any, out: Tensor, layer: int) -> None:
+        super().gdn_verify(ops, pool, batch, ws, out, layer)
+        if batch.rows > World().rows:
+            out[3] = -out[3]
+
+
+def test_a_failure_of_more_rows_than_a_plain_world_has_shrinks_in_its_own() -> None:
+    steps: list[Step] = [("admit", (k, 0), {}) for k in range(3)]
+    steps.append(("verify", ({k: [-1, 0, 1, 2, 3, 0] for k in range(3)},), {}))
+    found = shrunk(Program(World(rows=18), steps, surface="gdn"), Crowded)
+    assert found.world.rows == 18 and sum(map(len, found.steps[-1][1][0].values())) == World().rows + 1
+
+
 @pytest.fixture
 def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a user's broken kernel in it, the working directory; two controls, as they are not the point."""
@@ -607,12 +652,25 @@ def test_bad_numbers_are_refused(words: list[str], message: str, capsys: pytest.
         ([("aside", ({0: [-1]}, {0: 0}), {})], "aside: expected a verification that waits for its paths"),
         ([("prefill", (0, 25),  {})], "verify: request 0 has room for 24 tokens, got 25 rows"),
         ([("admit", (k, 0), {}) for k in range(1, 5)] + [("move", (0,), {})], "move: expected a free state slot"),
+        ([("admit", (k, 0), {}) for k in range(1, 6)], "admit: .*no free slot for request 5"),
+        ([("verify", ({0: [-1, 0]},), {}), ("accept", ({0: 2},), {})], "accept: no row 2; allowed: 0..1"),
+        ([("verify", ({0: [-1, 0]}, {0: [1]}), {}), ("accept", ({0: 1},), {})], "accept: expected an active row"),
+        ([("verify", ({0: [-1, 0, 1]}, {0: [1]}), {})], "verify: active row under an inactive one"),
+        ([("verify", ({0: [-1] + [0] * 16},), {})], "verify: the world has room for 16 rows, got 17"),
+        ([("admit", (1, 0), {}), ("verify", ({0: [-1] + [0] * 15},), {}), ("aside", ({1: [-1]}, {1: 0}), {})],
+         "verify: the world has room for 16 rows, got 17"),
     ],
 )  # fmt: skip
 def test_a_program_out_of_turn_is_refused(steps: list[Any], message: str) -> None:
     program = Program(World(), [("admit", (0, 0), {}), *steps])
     with pytest.raises(ProgramError, match=message):
         program.run(TorchBackend())
+
+
+def test_no_program_asks_for_an_empty_path_that_the_contract_leaves_out() -> None:
+    steps: list[Step] = [("admit", (0, 0), {}), ("verify", ({0: [-1]},), {}), ("accept", ({0: None},), {})]
+    with pytest.raises(ProgramError, match="accept: expected a path, got none"):
+        Program(World(), steps).run(TorchBackend(Contract(empty_path=False)))
 
 
 def test_a_backend_without_a_whole_surface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
