@@ -30,13 +30,16 @@ def run(args: argparse.Namespace, command: str) -> int:
     """0 if no small case fails, 1 if one does, whatever its defect; with --evaluate as any report."""
     if args.evaluate:
         return _evaluate(args, command)
+    from lumotree.errors import InputError
+
+    if args.faults:
+        raise InputError("diagnose: --faults chooses what --evaluate measures, expected --evaluate N with it")
 
     from audit.diagnose import diagnose
     from audit.processes import one_thread
     from audit.render.diagnosis import print_diagnoses
     from lumotree.backends.loader import load_backend
     from lumotree.backends.protocol import covered_surfaces
-    from lumotree.errors import InputError
 
     covered = covered_surfaces(load_backend(args.backend))
     missing = [s for s in args.surface or covered if not all(covered[s])]

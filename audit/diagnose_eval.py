@@ -13,7 +13,7 @@ from audit.cases import CaseSpec
 from audit.diagnose import Known, diagnose_surface
 from audit.environment import environment
 from audit.fault_cases import heldout_ladder
-from audit.fault_matrix import Cases, exact_interval
+from audit.fault_matrix import Cases, containing, exact_interval
 from audit.processes import pooled
 from audit.render.progress import Progress
 from audit.report import Check, Report, decide
@@ -21,7 +21,6 @@ from audit.runner import default_workers
 from faults import CATALOGUE, Fault
 from lumotree.backends.loader import load_backend
 from lumotree.backends.protocol import SURFACES
-from lumotree.errors import InputError
 
 #: First seed of the cases of an evaluation; faults and checks were written on seeds of one digit.
 FIRST_SEED = 500_000
@@ -87,11 +86,9 @@ def run_evaluation(
 ) -> list[Verdict]:
     """Every fault of the catalogue, or those whose id contains a text of `only`, for each pair of kernels and seed.
 
-    Raises InputError if there is none.
+    Raises InputError for a text that no id contains.
     """
-    surfaces = {f.surface for f in CATALOGUE.values() if not only or any(text in f.id for text in only)}
-    if not surfaces:
-        raise InputError(f"--faults: no fault's id contains {only[0]!r}; for example: {', '.join([*CATALOGUE][:3])}")
+    surfaces = {CATALOGUE[name].surface for name in containing("--faults", only, list(CATALOGUE))}
     jobs = [
         (s, kernel, base, first + n, tuple(only))
         for n in range(seeds)

@@ -23,6 +23,7 @@ from faults import EVERY, Fault, Scene
 from lumotree.backends.loader import load_backend
 from lumotree.backends.protocol import complete_surfaces
 from lumotree.contract import Contract
+from lumotree.errors import InputError
 
 #: Probability with which a size must be seen to count as detected, and runs that decide it.
 WANTED = 0.99
@@ -88,6 +89,15 @@ class Row:
                 break
             found = rate
         return found
+
+
+def containing(option: str, texts: Sequence[str], known: Sequence[str]) -> list[str]:
+    """The ids that contain one of the texts, all without any. Raises InputError for a text that is in none: a name that
+    is mistyped would leave a fault out unseen."""
+    for text in texts:
+        if not any(text in name for name in known):
+            raise InputError(f"{option}: no fault's id contains {text!r}; for example: {', '.join(known[:3])}")
+    return [name for name in known if not texts or any(text in name for text in texts)]
 
 
 @dataclass(frozen=True)

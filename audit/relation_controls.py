@@ -58,13 +58,14 @@ def wrapped(spec: str, fault: Fault) -> Any:
 
 
 def one_layout_wrong(spec: str, fault: Fault) -> Any:
-    """The backend `spec`, with `fault` in it only when made with another contract than its own."""
-    own: Contract = load_backend(spec).contract
+    """The backend `spec`, with `fault` in it only when made with another contract than its own, as its class makes it:
+    `spec` may name an instance."""
+    backend = load_backend(spec)
+    own: Contract = backend.contract
 
     class Lopsided(_Forwarding):
         def __init__(self, contract: Contract = own) -> None:
-            made = load_backend(spec) if contract == own else load_backend(spec, layout=contract.layout)
-            super().__init__(made if contract == own else fault.wrap(made))
+            super().__init__(load_backend(spec) if contract == own else fault.wrap(type(backend)(contract=contract)))
 
     return Lopsided()
 

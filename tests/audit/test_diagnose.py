@@ -188,8 +188,10 @@ def test_an_evaluation_may_be_of_some_faults_under_all_hypotheses(capsys: Any) -
     assert cli.main(["diagnose", "--evaluate", "1", "--workers", "0", "--faults", "taps_reversed"]) == 0
     out = capsys.readouterr().out
     assert "diagnosis  2 cells judged" in out and "gdn not covered" in out
-    assert cli.main(["diagnose", "--evaluate", "1", "--faults", "no_such"]) == 2
+    assert cli.main(["diagnose", "--evaluate", "1", "--faults", "taps_reversed", "--faults", "no_such"]) == 2
     assert "no fault's id contains 'no_such'" in capsys.readouterr().err
+    assert cli.main(["diagnose", "--faults", "taps_reversed"]) == 2
+    assert "expected --evaluate N with it" in capsys.readouterr().err
 
 
 def test_the_command_prints_the_name_and_ends_with_1(capsys: Any, monkeypatch: Any, tmp_path: Path) -> None:

@@ -207,7 +207,7 @@ def test_faults_written_blind_are_chosen_and_reported_apart(capsys: Any, cases: 
 
 
 def test_an_unknown_fault_is_refused(capsys: Any) -> None:
-    assert cli.main(["faults", "--only", "no_such"]) == 2
+    assert cli.main(["faults", "--only", "taps_reversed", "--only", "no_such"]) == 2
     assert "no fault's id contains 'no_such'" in capsys.readouterr().err
     assert cli.main(["faults", "--backend", "no_such"]) == 2
 

@@ -574,6 +574,16 @@ def test_a_relation_alone_passes_only_beside_a_wrong_backend_that_breaks_it(
     assert report.verdict == "PASS" and control.detected and control.by == f"relation.{name}"
 
 
+@pytest.mark.parametrize("name", ["instance", "factory"])
+def test_a_relation_between_layouts_has_power_however_a_kernel_is_named(broken: Path, name: str) -> None:
+    (broken / "fuzz_ways.py").write_text(
+        "from lumotree.backends.torch_backend import TorchBackend\n\n"
+        "instance = TorchBackend()\n\ndef factory():\n    return TorchBackend()\n"
+    )
+    report = fuzz(FuzzOptions(f"fuzz_ways:{name}", relations=("layouts",))).report
+    assert report.verdict == "PASS" and report.controls[0].detected
+
+
 @pytest.mark.parametrize(("backend", "name", "seed"), [("torch", "non_ancestors", 2), ("specla", "permuted", 1)])
 def test_a_relation_has_power_on_a_seed_on_which_no_known_defect_shows(backend: str, name: str, seed: int) -> None:
     dims = FuzzOptions().dims
