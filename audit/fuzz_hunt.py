@@ -155,11 +155,12 @@ def smallest_of(part: Hunt, spec: str, dims: Dims, number: int, count: int, data
 
 def inject(fault: Fault, spec: str, dims: Dims, number: int, count: int) -> Control | None:
     """Look for one fault within `count` programs. cases: programs it took, or all that were run; None if no program
-    could reach it because the contract takes no trees."""
+    could reach it because the contract takes no trees. A failure that does not come again is not the fault's, which is
+    always there: it is not found."""
     make = backend_maker(spec)
     result = hunt(lambda: fault.wrap(make()), dims, number, count, phases=NEW)
-    if result.failed is None:
-        unreachable = not result.ledger.changed and not make().contract.trees
+    if result.failed is None or result.flaky:
+        unreachable = result.failed is None and not result.ledger.changed and not make().contract.trees
         return None if unreachable else Control(fault.id, fault.expect, False, None, None, result.ledger.programs)
     by = f"{result.failed.surface}.programs"
     return Control(fault.id, fault.expect, True, by, None, result.ledger.first_failure or 1)

@@ -6,6 +6,7 @@ import copy
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +229,21 @@ class Writes(TorchBackend):
     def kv_publish(self, cache: Any, batch: Batch, accepted: Accepted, ws: Any, layers: Any) -> None:
         super().kv_publish(cache, batch, accepted, ws, layers)
         cache.v[:, int(batch.page_table.max()) * batch.page_size] = 0
+
+
+def test_a_failure_that_does_not_come_again_finds_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = count()
+
+    class Once(TorchBackend):
+        def gdn_verify(self, ops: Any, pool: Tensor, batch: Batch, ws: Any, out: Tensor, layer: int) -> None:
+            super().gdn_verify(ops, pool, batch, ws, out, layer)
+            if next(calls) == 60:
+                out.neg_()
+
+    monkeypatch.setattr("audit.fuzz_hunt.backend_maker", lambda spec: Once)
+    nothing = replace(CATALOGUE["wrong_parent.gdn"], wrap=lambda backend: backend)
+    control = inject(nothing, "once", DIMS_NANO, 1, 60)
+    assert next(calls) > 60 and control is not None and not control.detected and control.cases > 0
 
 
 def test_a_stray_write_is_named_with_the_call_that_made_it() -> None:
