@@ -452,8 +452,8 @@ def test_a_batch_of_nothing_but_padding_is_legal() -> None:
 
 
 def test_drawn_programs_interleave_workspaces() -> None:
-    # One program in some 250 shows it.
-    hunts = (hunt(SelfKept, DIMS_NANO, number, 300, phases=NEW).failed for number in range(1, 9))
+    # One program in some 250 shows it; at present the 33rd of the first seed here does.
+    hunts = (hunt(SelfKept, DIMS_NANO, number, 300, phases=NEW).failed for number in range(3, 9))
     found = next((failed for failed in hunts if failed is not None), None)
     assert found is not None and "aside" in [name for name, _, _ in found.steps]
 
