@@ -130,7 +130,12 @@ def _left(group: int) -> bool:
 
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
 def test_no_worker_outlives_a_run_that_is_broken_off(tmp_path: Path, end: signal.Signals) -> None:
+    # What a shell runs in the background, these tests perhaps, is started with Ctrl-C ignored, and children inherit it.
+    heard = (
+        "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.executable, sys.argv[1:])"
+    )
     words = [sys.executable, "-m", "audit.cli", "fuzz", "--minutes", "5", "--workers", "2"]
+    words = [sys.executable, "-c", heard, *words]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     run = subprocess.Popen(words, cwd=tmp_path, env=env, start_new_session=True, stderr=subprocess.PIPE, text=True)
     assert run.stderr is not None
