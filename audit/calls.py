@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from typing import Any
 
-from lumotree.errors import BackendError, InputError
+from lumotree.errors import ANYTHING, BackendError, InputError
 
 
 def call(backend: Any, method: str, case: str, *args: Any) -> Any:
@@ -15,7 +15,7 @@ def call(backend: Any, method: str, case: str, *args: Any) -> Any:
         return getattr(backend, method)(*args)
     except InputError:
         raise
-    except (Exception, SystemExit) as error:
+    except ANYTHING as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         raise BackendError(
             f"case {case}: {method} raised {type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"

@@ -167,9 +167,8 @@ def digests_of(surfaces: Surfaces, *, signed_zeros: bool) -> dict[Key, bytes]:
     found = {}
     for surface, part, layer, tensor in surfaces.parts():
         value = tensor if signed_zeros else tensor + 0.0
-        digest = hashlib.sha256(
-            value.contiguous().cpu().view(torch.uint8).numpy().data
-        )  # CPUs have instructions for it
+        raw = value.contiguous().cpu().view(torch.uint8).numpy()
+        digest = hashlib.sha256(raw.data)  # CPUs have instructions for it
         digest.update(str(tuple(tensor.shape)).encode())
         found[surface, part, layer] = digest.digest()[:12]
     return found

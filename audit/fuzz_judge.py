@@ -73,9 +73,9 @@ class StepJudge:
     def _numbers(where: str, surface: str, got: Tensor, rows: Sequence[int]) -> None:
         """Outputs are filled with NaN before a call: a kernel that writes none agrees in bits with its own step that
         writes none, and no operand of a program makes one."""
-        if bool(got.isnan().any()):
-            for row in (r for r in rows if got[r].isnan().any()):
-                raise MismatchError(f"{where}, row {row} is not a number: was it written?", surface)
+        unwritten = [row for row in rows if got[row].isnan().any()] if got.isnan().any() else []
+        if unwritten:
+            raise MismatchError(f"{where}, row {unwritten[0]} is not a number: was it written?", surface)
 
     def _all_same(self, surface: str, got: Tensor, want: Tensor, rows: Sequence[int]) -> bool:
         """Whether all rows have the same bits: then each counts as compared, else they must be looked at."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lumotree.backends.sampler_loader import LoadedSampler
 from lumotree.coins import coins_for
-from lumotree.errors import BackendError, InputError
+from lumotree.errors import ANYTHING, BackendError, InputError
 from lumotree.select_draft import draw_drafts
 from lumotree.select_prepare import PreparedStep, prepare
 from lumotree.select_types import Coins, Step, Walks
@@ -56,7 +56,7 @@ class Guarded:
             return getattr(self.loaded.sampler, method)(*arguments)
         except InputError as refusal:
             raise BackendError(f"sampler {self.loaded.spec!r}: {method} refused a valid step: {refusal}") from refusal
-        except (Exception, SystemExit) as error:  # whatever a stranger's kernel raises
+        except ANYTHING as error:  # whatever a stranger's kernel raises
             raise BackendError(
                 f"sampler {self.loaded.spec!r}: {method} raised {type(error).__name__}: {error}"
             ) from error

@@ -48,3 +48,7 @@ class DecodeError(InputError):
 
 class RecordError(InputError):
     """A recorded cycle is missing, damaged, foreign or out of sequence. Remedy: record the run again."""
+
+
+#: What code that is not ours may raise: an exit too, whose code would be taken for ours.
+ANYTHING: tuple[type[BaseException], ...] = (Exception, SystemExit)

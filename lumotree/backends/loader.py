@@ -13,7 +13,7 @@ from typing import Any
 
 from lumotree.backends.protocol import SURFACES, covered_surfaces
 from lumotree.contract import Contract
-from lumotree.errors import BackendError, InputError
+from lumotree.errors import ANYTHING, BackendError, InputError
 
 ENTRY_POINTS = "lumotree_audit.backends"
 
@@ -142,7 +142,7 @@ def import_object(spec: str, target: str, kind: str = "backend") -> Any:
         found: Any = importlib.import_module(module_name)
     except InputError:
         raise
-    except (Exception, SystemExit) as error:  # whatever a stranger's module raises while it is imported
+    except ANYTHING as error:  # whatever a stranger's module raises while it is imported
         raise BackendError(
             f"{kind} {spec!r}: module {module_name!r} cannot be imported: {type(error).__name__}: {error}"
         ) from error
@@ -164,7 +164,7 @@ def _make(spec: str, found: Any, overrides: dict[str, Any]) -> Any:
         return found(**arguments)
     except InputError:
         raise
-    except (Exception, SystemExit) as error:
+    except ANYTHING as error:
         raise BackendError(
             f"backend {spec!r}: {found.__qualname__} cannot be called: {type(error).__name__}: {error}"
         ) from error

@@ -16,7 +16,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from lumotree.backends.loader import check_arguments, import_object
-from lumotree.errors import BackendError, InputError
+from lumotree.errors import ANYTHING, BackendError, InputError
 from lumotree.select import RULES
 
 ENTRY_POINTS = "lumotree_audit.samplers"
@@ -110,7 +110,7 @@ def _made(spec: str, found: Any) -> Any:
         return found()
     except InputError:
         raise
-    except (Exception, SystemExit) as error:  # whatever a stranger's constructor raises
+    except ANYTHING as error:  # whatever a stranger's constructor raises
         raise BackendError(
             f"sampler {spec!r}: {found.__qualname__} cannot be called: {type(error).__name__}: {error}"
         ) from error

@@ -38,19 +38,10 @@ from lumotree.errors import InputError, PathError
 from lumotree.reference.gdn import gdn_step
 from lumotree.tree import Tree
 
+from .fuzz_kernels import LATE
+
 BUILTIN = ["torch", "reference", "bank", "split_k", "sqrt_norm", "kv_layout", "wy"]
 ROOT = Path(__file__).parents[2]
-
-#: A module as a user has it: right at the first publication of a request, one row short at every later one.
-BROKEN = """
-from dataclasses import replace
-from lumotree.backends.torch_backend import TorchBackend
-
-class Kernel(TorchBackend):
-    def conv_publish(self, pool, batch, accepted, ws, layers):
-        late = (batch.prefix_len >= 2) & (accepted.length > 1)
-        super().conv_publish(pool, batch, replace(accepted, length=accepted.length - late.int()), ws, layers)
-"""
 
 
 def full_program(d: Driver) -> None:
@@ -518,7 +509,7 @@ def test_a_failure_of_more_rows_than_a_plain_world_has_shrinks_in_its_own() -> N
 @pytest.fixture
 def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a user's broken kernel in it, the working directory; two controls, as they are not the point."""
-    (tmp_path / "fuzz_broken_kernel.py").write_text(BROKEN)
+    (tmp_path / "fuzz_broken_kernel.py").write_text(LATE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     few = [CATALOGUE["wrong_parent.gdn"], CATALOGUE["own_copy_trusted.gdn"]]

@@ -25,18 +25,9 @@ from faults import CATALOGUE
 from lumotree.backends.torch_backend import TorchBackend
 from lumotree.errors import BackendError
 
+from .fuzz_kernels import LATE
+
 ROOT = Path(__file__).parents[2]
-
-#: One row short at every publication but the first of a request.
-LATE = """
-from dataclasses import replace
-from lumotree.backends.torch_backend import TorchBackend
-
-class Kernel(TorchBackend):
-    def conv_publish(self, pool, batch, accepted, ws, layers):
-        late = (batch.prefix_len >= 2) & (accepted.length > 1)
-        super().conv_publish(pool, batch, replace(accepted, length=accepted.length - late.int()), ws, layers)
-"""
 
 #: Ends a worker process, and nothing in its parent.
 DIES = """
