@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from audit.diagnose import Known, diagnose_surface
 from audit.environment import environment
 from audit.fault_cases import heldout_ladder
 from audit.fault_matrix import Cases, containing, exact_interval
-from audit.processes import pooled
+from audit.processes import team
 from audit.render.progress import Progress
 from audit.report import Check, Report, decide
 from audit.runner import default_workers
@@ -27,6 +28,9 @@ FIRST_SEED = 500_000
 
 #: Kernel under a fault, kernel that hypotheses are tried on. The first two share no bits in GDN and attention.
 PAIRS = (("reference", "torch"), ("torch", "torch"))
+
+#: Faults that a process diagnoses at a time: few, so that many processes end together.
+FAULTS_OF_A_JOB = 4
 
 #: Share of single faults whose name must be in the group that the diagnosis gives.
 WANTED = 0.95
@@ -58,8 +62,7 @@ def evaluate(surface: str, kernel: str, base: str, seed: int, only: Sequence[str
     only: ids of the faults, all if there are none; the hypotheses are the whole catalogue's.
     """
     torch.set_num_threads(1)
-    inner = load_backend(kernel)
-    known = Known(base, inner.contract, surface)
+    inner, known = load_backend(kernel), _known(base, kernel, surface)
     cases = Cases(heldout_ladder(seed), inner.contract)
     verdicts = []
     for at, fault in enumerate(f for f in CATALOGUE.values() if f.surface == surface and f.expect == "detected"):
@@ -69,6 +72,12 @@ def evaluate(surface: str, kernel: str, base: str, seed: int, only: Sequence[str
         rest = [s for s in cases.specs if s not in reached]
         verdicts.append(_one(inner, fault, kernel, [*reached, *rest], known, seed, at))
     return verdicts
+
+
+@lru_cache(maxsize=1)
+def _known(base: str, kernel: str, surface: str) -> Known:
+    """What is known of the last jobs' kernels is kept for the next job of the same: most of an evaluation is that."""
+    return Known(base, load_backend(kernel).contract, surface)
 
 
 def _one(inner: Any, fault: Fault, kernel: str, specs: Sequence[CaseSpec], known: Known, seed: int, at: int) -> Verdict:
@@ -89,21 +98,25 @@ def run_evaluation(
     Raises InputError for a text that no id contains.
     """
     chosen = containing("--faults", only, list(CATALOGUE))
-    surfaces = {CATALOGUE[name].surface for name in chosen}
     jobs = [
-        (s, kernel, base, first + n, chosen)
+        (s, kernel, base, first + n, part)
         for n in range(seeds)
         for s in SURFACES
-        if s in surfaces
         for kernel, base in PAIRS
+        for part in _parts([name for name in chosen if CATALOGUE[name].surface == s])
     ]
     count = default_workers("cpu") if workers is None else workers
     verdicts: list[Verdict] = []
-    with Progress(len(jobs), "diagnoses") as progress:
-        for part in pooled(evaluate, jobs, count, "diagnoses") if count else (evaluate(*job) for job in jobs):
+    with Progress(len(jobs), "diagnoses") as progress, team(count, "diagnoses") as others:
+        for part in others.each(evaluate, jobs):
             verdicts += part
             progress.advance(note=f"{part[0].surface} on {part[0].kernel}" if part else "")
+    _known.cache_clear()
     return verdicts
+
+
+def _parts(names: Sequence[str]) -> Iterator[Sequence[str]]:
+    return (names[at : at + FAULTS_OF_A_JOB] for at in range(0, len(names), FAULTS_OF_A_JOB))
 
 
 def to_report(verdicts: Sequence[Verdict], command: str, seconds: float, first: int = FIRST_SEED) -> Report:

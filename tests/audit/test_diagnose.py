@@ -12,7 +12,7 @@ import torch
 
 from audit import cli, diagnose_eval, suite
 from audit.diagnose import EXPLAINS, LEAD, Known, diagnose, diagnose_surface
-from audit.diagnose_eval import Verdict, evaluate, summary, to_report
+from audit.diagnose_eval import Verdict, evaluate, run_evaluation, summary, to_report
 from audit.fault_cases import ladder
 from audit.fault_trial import alone
 from audit.recording import OtherBitsError, apart, record, reproduces
@@ -175,6 +175,10 @@ def test_an_evaluation_counts_what_was_named_and_what_was_not(monkeypatch: Any) 
     monkeypatch.setattr(diagnose_eval, "CATALOGUE", only)
     verdicts = evaluate("conv", "torch", "torch", 500_001)
     assert [v.fault for v in verdicts] == list(only) and all(v.named for v in verdicts if v.case)
+    monkeypatch.setattr(diagnose_eval, "PAIRS", (("torch", "torch"),))
+    monkeypatch.setattr(diagnose_eval, "FAULTS_OF_A_JOB", 2)
+    assert run_evaluation(1, 0, 500_001) == verdicts  # the same in parts
+    monkeypatch.undo()
     wrong = Verdict("a.conv", "conv", "torch", None, 1, "case", "distance", ("b.conv",))
     counted = summary([*verdicts, wrong, replace(wrong, case=None)])
     assert counted["diagnosed"] == len([v for v in verdicts if v.case]) + 1 and counted["not_failing"] == ["a.conv"]
