@@ -89,6 +89,8 @@ def _all(options: Options, ceilings: Ceilings, keep: Keep = lambda outcomes, lef
     named = options.backends is not None
     default = (*(ON_GPU if on_gpu(options.device) else ON_CPU), *PEERS)
     names = options.backends if options.backends is not None else default
+    for name in names if named else ():  # before the first is timed, which takes minutes
+        _check_times(name)
     outcomes: list[Outcome] = []
     with Progress(len(names), "bench") as progress:
         for i, name in enumerate(names):
@@ -99,12 +101,16 @@ def _all(options: Options, ceilings: Ceilings, keep: Keep = lambda outcomes, lef
                     raise
                 outcomes.append(Outcome(name, refused=f"not installed: {refusal}"))
             else:
-                if named and "gdn" not in complete_surfaces(backend):
-                    raise InputError(f"--backends: {name} does not verify and publish gdn, which is what bench times")
                 outcomes.append(_one(name, backend, options, ceilings))
             keep(outcomes, names[i + 1 :])
             progress.advance(note=name)
     return outcomes
+
+
+def _check_times(name: str) -> None:
+    """Raise InputError if there is no such backend or nothing of it that is timed."""
+    if "gdn" not in complete_surfaces(load_backend(name)):
+        raise InputError(f"--backends: {name} does not verify and publish gdn, which is what bench times")
 
 
 def _one(name: str, backend: Any, options: Options, ceilings: Ceilings) -> Outcome:

@@ -60,7 +60,8 @@ def _chosen(args: argparse.Namespace) -> list[Any] | None:
     from lumotree.errors import InputError
 
     small = list(ladder(args.seed))
-    known = {s.id: s for shape in SHAPES.values() for s in family(shape, "heldout", args.seed)}
+    splits = ("calibration", "heldout")
+    known = {s.id: s for shape in SHAPES.values() for split in splits for s in family(shape, split, args.seed)}
     known |= {s.id: s for s in small}
     if args.only not in known:
         raise InputError(f"--only: unknown case {args.only!r}; for example: {', '.join([s.id for s in small][:3])}")

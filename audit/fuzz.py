@@ -23,7 +23,7 @@ from audit.environment import environment
 from audit.families import DIMS_MICRO
 from audit.files import probe_writable
 from audit.fuzz_hunt import AGAIN, STORED, Hunt, chunk, control, hunt, smallest_of, start_hunting
-from audit.metamorphic import RELATIONS
+from audit.metamorphic import RELATIONS, Relation
 from audit.processes import Team, one_thread, team
 from audit.relation_controls import relation_control
 from audit.render.progress import Progress
@@ -223,7 +223,7 @@ def _relations(options: FuzzOptions, backend: Any) -> tuple[list[Check], list[Fi
             if reason:
                 checks.append(Check(f"relation.{name}", title, "all", "relation", "info", 0, None, None, None, reason))
             else:
-                seen = [f for s in seeds for f in relation.run(backend, s, options.dims, options.backend)]
+                seen = [f for s in seeds for f in _asked(relation, backend, s, options)]
                 status = "fail" if seen else "pass"
                 note = f"{len(seen)} disagreements" if seen else ""
                 checks.append(
@@ -232,6 +232,25 @@ def _relations(options: FuzzOptions, backend: Any) -> tuple[list[Check], list[Fi
                 findings += seen
             progress.advance(note=name)
     return checks, findings
+
+
+def _asked(relation: Relation, backend: Any, seed: int, options: FuzzOptions) -> list[Finding]:
+    """What breaks a relation. It makes legal calls alone: a backend that refuses one is wrong, as in a program."""
+    try:
+        return relation.run(backend, seed, options.dims, options.backend)
+    except InputError as refusal:
+        words = [
+            "lumotree-audit",
+            "fuzz",
+            "--backend",
+            options.backend,
+            "--relation",
+            relation.name,
+            "--seed",
+            str(seed),
+        ]
+        case = f"relation/{relation.name}/{seed}"
+        return [Finding(f"refused.{relation.name}", case, shlex.join(words), got=str(refusal))]
 
 
 def _relation_seeds(options: FuzzOptions) -> list[int]:

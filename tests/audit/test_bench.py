@@ -176,8 +176,11 @@ def test_a_backend_without_what_is_timed_is_refused(
         "        super().__init__(TorchBackend(), gdn_verify=None, gdn_publish=None)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert main(["bench", "--shape", "micro", "--backends", "conv_alone:Kernel"]) == 2
+    monkeypatch.setattr(bench, "_one", lambda *args: pytest.fail("timed before all names were looked at"))
+    assert main(["bench", "--shape", "micro", "--backends", "torch,conv_alone:Kernel"]) == 2
     assert "conv_alone:Kernel does not verify and publish gdn, which is what bench times" in capsys.readouterr().err
+    assert main(["bench", "--shape", "micro", "--backends", "torch,no_such"]) == 2
+    assert "backend 'no_such' is unknown" in capsys.readouterr().err
 
 
 def test_bad_input_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ import torch
 from audit import cli, diagnose_eval, suite
 from audit.diagnose import EXPLAINS, LEAD, Known, diagnose, diagnose_surface
 from audit.diagnose_eval import Verdict, evaluate, run_evaluation, summary, to_report
+from audit.families import SHAPES, family
 from audit.fault_cases import ladder
 from audit.fault_trial import alone
 from audit.recording import OtherBitsError, apart, record, reproduces
@@ -235,3 +236,22 @@ def test_check_diagnoses_a_failure_and_reports_it(monkeypatch: Any) -> None:
     assert report.verdict == "FAIL" and surface["surface"] == "conv"
     assert [h["fault"] for h in surface["group"]] == ["taps_reversed.conv"]
     assert suite.check(replace(options, diagnose=False)).report.diagnosis == {}
+
+
+def test_check_says_how_to_ask_for_the_case_that_fails_where_no_small_one_does(monkeypatch: Any) -> None:
+    made: Callable[..., Any] = suite.load_backend
+    monkeypatch.setattr(suite, "load_backend", lambda spec: CATALOGUE["taps_reversed.conv"].wrap(made("torch")))
+    monkeypatch.setattr("audit.runner.load_backend", suite.load_backend)
+    monkeypatch.setattr(suite, "diagnose", lambda *args: [])
+    case = "micro/heldout/named/comb:3"
+    report = suite.check(suite.Options(shape="micro", seed=3, only=(case,), workers=0, diagnose=True)).report
+    assert any(w.endswith(f"lumotree-audit diagnose --backend torch --seed 3 --only {case}") for w in report.warnings)
+
+
+@pytest.mark.parametrize("split", ["calibration", "heldout"])
+def test_every_case_of_check_may_be_diagnosed(split: str, capsys: Any, monkeypatch: Any) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr("audit.diagnose.diagnose", lambda make, seed, surfaces, specs: asked.extend(specs) or [])
+    case = family(SHAPES["tiny"], split, 3)[0].id
+    assert cli.main(["diagnose", "--seed", "3", "--only", case]) == 0
+    assert asked[0].id == case and len(asked) > 1

@@ -618,6 +618,21 @@ def test_a_surface_that_nobody_writes_keeps_no_relation(broken: Path) -> None:
     assert report.findings[0].allowed == "a finite number"
 
 
+def test_a_legal_call_that_is_refused_breaks_the_relation(broken: Path) -> None:
+    (broken / "fuzz_shy.py").write_text(
+        "from lumotree.backends.torch_backend import TorchBackend\nfrom lumotree.errors import InputError\n\n"
+        "class Kernel(TorchBackend):\n"
+        "    def conv_verify(self, *args):\n        raise InputError('not today')\n\n"
+        "class Broken(TorchBackend):\n"
+        "    def conv_verify(self, *args):\n        raise RuntimeError('torn')\n"
+    )
+    for kernel, words in (("Kernel", "not today"), ("Broken", "conv_verify raised RuntimeError: torn")):
+        report = fuzz(FuzzOptions(f"fuzz_shy:{kernel}", relations=("alone", "chain"))).report
+        assert report.verdict == "FAIL" and [c.status for c in report.checks] == ["fail", "fail"]
+        assert {f.check for f in report.findings} == {"refused.alone", "refused.chain"}
+        assert words in str(report.findings[0].got) and "--relation alone --seed 1" in report.findings[0].reproduce
+
+
 def test_a_relation_that_no_wrong_backend_breaks_is_inconclusive(broken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RELATIONS["alone"].__class__, "run", lambda self, *args: [])
     report = fuzz(FuzzOptions(relations=("alone",))).report
