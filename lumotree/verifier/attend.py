@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lumotree.verifier.padded import NEUTRAL, places, tile_size
-from lumotree.verifier.step import halve, in_place
+from lumotree.verifier.step import halve, in_place, inverse_root
 
 #: Products that are worked on at a time: 1 MiB, which stays in a core's cache.
 TOGETHER = 1 << 18
@@ -47,31 +48,31 @@ def attend(q: Tensor, keys: Keys) -> Tensor:
     """bf16 `[R, Hq, dh]`: each row's softmax over its own keys of fp32 scores scaled by dh^-1/2. q: rotated bf16."""
     kv_heads, dim, count = keys.k.shape
     heads = q.shape[1]
-    if len(q) == 1 and heads * dim * count <= TOGETHER and np.array_equal(keys.own[0], np.arange(count)):
+    if q.shape[0] == 1 and heads * dim * count <= TOGETHER and keys.own[0].tolist() == list(range(count)):
         return _alone(q, keys.k, keys.v[:-1])
-    query = q.to(torch.float32).reshape(len(q), kv_heads, heads // kv_heads, dim, 1)
-    parts = [_summed(query[rows], keys.k[:, None, :, span]).mul_(dim**-0.5).view(-1) for rows, span in keys.spans]
+    query, scale = q.float().reshape(len(q), kv_heads, heads // kv_heads, dim, 1), inverse_root(dim)
+    parts = [_summed(query[rows], keys.k[:, None, :, span]).mul_(scale).view(-1) for rows, span in keys.spans]
     scores, (first, width) = torch.cat(parts), _score_places(keys, heads)
     out = torch.empty_like(q)
     for rows in _alike([len(own) for own in keys.own], heads * dim):
         own = [keys.own[row] for row in rows]
-        layout = _Layout([len(numbers) for numbers in own], heads, q.device)
+        layout = _layout(tuple(map(len, own)), heads, q.device)
         at = (first[rows] + layout.beside(own))[:, None] + width[rows, None] * np.arange(heads)[:, None]
         weights = _weights(scores[torch.from_numpy(at).to(q.device)], layout)
         values = keys.v[torch.from_numpy(layout.tiled(own, len(keys.v) - 1)).to(q.device)]
         mixed = _summed(weights.view(len(rows), kv_heads, -1, layout.size, 1), values.transpose(1, 2).unsqueeze(2))
-        out[rows] = mixed.view(len(rows), heads, dim).to(torch.bfloat16)
+        out[rows] = mixed.view(len(rows), heads, dim).bfloat16()
     return out
 
 
 def _alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """`attend` of a lone row that sees all keys in their order: nothing to lay out. v: `[n, Hkv, dh]`."""
     kv_heads, dim, _ = k.shape
-    query = q.to(torch.float32).reshape(kv_heads, -1, dim, 1)
-    scores = halve(query * k.unsqueeze(1), 2) * dim**-0.5
+    query = q.float().reshape(kv_heads, -1, dim, 1)
+    scores = halve(query * k.unsqueeze(1), 2) * inverse_root(dim)
     weights = torch.exp(scores - scores.amax(-1, keepdim=True))
-    weights = weights / halve(weights.clone(), -1).unsqueeze(-1)
-    return halve(weights.unsqueeze(-1) * v.transpose(0, 1).unsqueeze(1), 2).reshape(q.shape).to(torch.bfloat16)
+    weights = weights.div_(halve(weights.clone(), -1).unsqueeze(-1))
+    return halve(weights.unsqueeze(-1) * v.transpose(0, 1).unsqueeze(1), 2).reshape(q.shape).bfloat16()
 
 
 def _score_places(keys: Keys, heads: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -164,6 +165,12 @@ class _Layout:
         found = np.full(self.shape[0] * self.size, other)
         found[self._spread] = np.concatenate(own)
         return found.reshape(-1, self.size)
+
+
+@lru_cache(maxsize=64)
+def _layout(lengths: tuple[int, ...], heads: int, device: torch.device) -> _Layout:
+    """Layers and steps often see rows of the same lengths."""
+    return _Layout(lengths, heads, device)
 
 
 def _weights(scores: Tensor, layout: _Layout) -> Tensor:

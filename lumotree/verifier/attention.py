@@ -27,10 +27,11 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin: fp32 `[T, rotary_dim / 2]` at each row's position.
     """
     half = cos.shape[-1]
-    low, high = x[..., : 2 * half].to(torch.float32).chunk(2, -1)
+    turning, rest = x.split_with_sizes((2 * half, x.shape[-1] - 2 * half), -1)
+    low, high = turning.float().split_with_sizes((half, half), -1)
     c, s = cos.unsqueeze(1), sin.unsqueeze(1)
-    turned = torch.cat([low * c - high * s, high * c + low * s], dim=-1)
-    return torch.cat([turned.to(torch.bfloat16), x[..., 2 * half :]], dim=-1)
+    turned = torch.cat([(low * c).sub_(high * s), (high * c).add_(low * s)], -1)
+    return torch.cat([turned.bfloat16(), rest], -1)
 
 
 #: Pairs of query head and key that are scored at a time: 4 MiB. Calls that have more are worked on part by part.
@@ -45,7 +46,7 @@ def verify(ops: AttentionOps, cache: KVCache, batch: Batch, out: Tensor, layer: 
     # All rows are a view; some are gathered.
     whole = len(paths) == batch.rows
     rows = slice(0, batch.rows) if whole else torch.tensor(list(paths), dtype=torch.int64, device=out.device)
-    position, place = batch.position[rows].to(torch.int64), batch.row_slot[rows].to(torch.int64)
+    position, place = batch.position[rows].long(), batch.row_slot[rows].long()
     heads = torch.cat([ops.k[rows], ops.q[rows]], 1)  # one pass over both: on small rows the calls are the cost
     key, query = rope(heads, ops.cos[position], ops.sin[position]).split_with_sizes((ops.k.shape[1], ops.q.shape[1]), 1)
     cache.k[layer, place] = key
@@ -81,9 +82,10 @@ class Seen:
         heads, dim = cache.k.shape[2:]
         where = torch.from_numpy(np.concatenate(self.slots)).to(cache.k.device)
         k = torch.empty((heads, dim, self.keys), dtype=torch.float32, device=cache.k.device)
-        v = torch.zeros((self.keys + 1, heads, dim), dtype=torch.float32, device=cache.k.device)
+        v = torch.empty((self.keys + 1, heads, dim), dtype=torch.float32, device=cache.k.device)
         k.copy_(cache.k[layer, where].permute(1, 2, 0))
         v[:-1].copy_(cache.v[layer, where])
+        v[-1].zero_()
         return Keys(k, v, tuple(self.own), tuple(self.spans))
 
 
@@ -91,12 +93,14 @@ def seen_keys(batch: Batch, paths: Mapping[int, Sequence[int]], most: int) -> It
     """The keys of rows (row -> its path, rows of a request together): the committed prefix, then the path. In parts of
     at most `most` pairs of row and key where one row allows it."""
     prefix, request = batch.prefix_len.tolist(), batch.row_request.tolist()
-    table, target = batch.page_table.cpu().numpy().astype(np.int64), batch.row_slot.cpu().numpy().astype(np.int64)
-    seen = Seen()
+    table, target = batch.page_table.cpu().numpy(), batch.row_slot.cpu().numpy()
+    seen, size = Seen(), batch.page_size
     for i, group in itertools.groupby(paths, request.__getitem__):
         rows, position = list(group), np.arange(prefix[i])
-        page, place = np.divmod(position, batch.page_size)
-        slots = np.concatenate([table[i, page] * batch.page_size + place, target[rows]])
+        pages = -(-prefix[i] // size)
+        first = table[i, np.arange(pages)].astype(np.int64) * size
+        committed = (first[:, None] + np.arange(size)).ravel()[: prefix[i]]
+        slots = np.concatenate([committed, target[rows]])
         number = {row: prefix[i] + at for at, row in enumerate(rows)}
         fits = max(1, most // len(slots))
         for lo in range(0, len(rows), fits):
@@ -116,7 +120,7 @@ def publish(cache: KVCache, batch: Batch, lanes: Sequence[Lane], layers: Sequenc
     if not lanes:
         return
     prefix = batch.prefix_len.tolist()
-    source = torch.cat([batch.row_slot[list(lane.rows)].to(torch.int64) for lane in lanes])
+    source = torch.cat([batch.row_slot[list(lane.rows)].long() for lane in lanes])
     target = torch.cat(
         [
             flat_slots(

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from lumotree.backends.protocol import Batch
 from lumotree.verifier.lanes import Lane, ancestor_rows
-from lumotree.verifier.step import rowwise
+from lumotree.verifier.step import ONE, rowwise
 
 
 def silu(x: Tensor) -> Tensor:
     """fp32 `x / (1 + exp(-x))` of `x [T, D]`."""
-    return x / (1.0 + rowwise(torch.exp, -x))
+    return x / rowwise(torch.exp, -x).add_(ONE)
 
 
 def windows(x: Tensor, history: Tensor, batch: Batch, width: int) -> tuple[list[int], Tensor]:
@@ -47,13 +47,13 @@ def convolve(window: Tensor, weight: Tensor, form: str) -> Tensor:
 
     weight: bf16 `[D, W]`. form: "fp32", or "bf16_product" to round each product to bf16 before the sum.
     """
-    products = window.to(torch.float32) * weight.to(torch.float32).t().contiguous()
+    products = window.float() * weight.float().t().contiguous()
     if form == "bf16_product":
-        products = products.to(torch.bfloat16).to(torch.float32)
+        products = products.bfloat16().float()
     total, *others = products.unbind(1)
     for product in others:
         total = total + product
-    return silu(total).to(torch.bfloat16)
+    return silu(total).bfloat16()
 
 
 def verify(x: Tensor, weight: Tensor, history: Tensor, batch: Batch, out: Tensor, form: str) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -27,10 +28,10 @@ from torch import Tensor
 from lumotree.backends.protocol import GdnOps
 from lumotree.contract import Contract
 
-NORM_EPS = 1e-6
-#: Slices from which on they are added one by one.
+#: Slices from which on, if their number is odd, they are added one by one.
 FEW = 8
-SOFTPLUS_LINEAR_ABOVE = 20.0
+# Numbers as tensors: torch makes one of a Python number in every call, which costs more than small rows do.
+_NORM_EPS, _LINEAR_ABOVE, ONE = (torch.tensor(x, dtype=torch.float32) for x in (1e-6, 20.0, 1.0))
 
 #: Sum of a tile over its second-last dimension; may destroy the tile.
 Reduce = Callable[[Tensor], Tensor]
@@ -43,7 +44,7 @@ def halve(tile: Tensor, dim: int) -> Tensor:
     nothing is padded. Returns a view of `tile` without `dim`.
     """
     n = tile.shape[dim]
-    while n > FEW:
+    while n > FEW or n % 2 == 0:
         half = n // 2
         if n % 2:
             tile.narrow(dim, 0, half).add_(tile.narrow(dim, n - half, half))
@@ -53,12 +54,14 @@ def halve(tile: Tensor, dim: int) -> Tensor:
             tile, last = tile.split_with_sizes((half, half), dim)
             tile.add_(last)
         n -= half
+    if n == 1:
+        return tile.select(dim, 0)
     slices = tile.unbind(dim)
     while n > 1:
-        half = n // 2
-        for first, second in zip(slices[:half], slices[n - half : n], strict=True):
-            first.add_(second)
-        n -= half
+        kept = n - n // 2
+        for i in range(n - kept):
+            slices[i].add_(slices[kept + i])
+        n = kept
     return slices[0]
 
 
@@ -100,23 +103,29 @@ def in_place(function: Callable[[Tensor], Tensor], rows: Sequence[Tensor]) -> No
 def softplus(x: Tensor, form: str) -> Tensor:
     """fp32 softplus of `x [T, H]`, linear above 20, in the declared form."""
     e = rowwise(torch.exp, x)
-    soft = rowwise(torch.log1p, e) if form == "log1p" else rowwise(torch.log, 1.0 + e)
-    return torch.where(x > SOFTPLUS_LINEAR_ABOVE, x, soft)
+    soft = rowwise(torch.log1p, e) if form == "log1p" else rowwise(torch.log, e + ONE)
+    return torch.where(x > _LINEAR_ABOVE, x, soft)
 
 
 def sigmoid(x: Tensor) -> Tensor:
     """fp32 `1 / (1 + exp(-x))` of `x [T, H]`."""
-    return (1.0 + rowwise(torch.exp, -x)).reciprocal()
+    return rowwise(torch.exp, -x).add_(ONE).reciprocal_()
 
 
 def normalise(x: Tensor, form: str) -> Tensor:
     """fp32 L2-normalised `x [T, H, dk]` (bf16), in the declared form."""
-    wide = x.to(torch.float32)
-    root = torch.sqrt(halve(wide * wide, -1) + NORM_EPS).unsqueeze(-1)
+    wide = x.float()
+    root = halve(wide * wide, -1).add_(_NORM_EPS).sqrt_().unsqueeze(-1)
     if form == "sqrt":
         return wide / root
     unit = wide * root.reciprocal()
-    return unit.to(torch.bfloat16).to(torch.float32) if form == "bf16" else unit
+    return unit.bfloat16().float() if form == "bf16" else unit
+
+
+@lru_cache(maxsize=64)
+def inverse_root(n: int) -> Tensor:
+    """fp32 `n^-1/2`, a number."""
+    return torch.tensor(n**-0.5, dtype=torch.float32)
 
 
 @dataclass(frozen=True)
@@ -164,12 +173,12 @@ def prepare(ops: GdnOps, contract: Contract, *, query: bool = True) -> Operands:
     many = (hk, hv // hk) if contract.head_map == "grouped" else (hv // hk, hk)
     spread = spread.expand(-1, -1, *many, -1).reshape(count, 1 + query, hv, dk)
     k = spread[:, 0]
-    q = spread[:, 1] * dk**-0.5 if query else k
-    g = -torch.exp(ops.A_log.contiguous()) * softplus(ops.a.to(torch.float32) + ops.dt_bias, contract.softplus)
-    beta = sigmoid(ops.b.to(torch.float32))
+    q = spread[:, 1] * inverse_root(dk) if query else k
+    g = torch.exp(ops.A_log.contiguous()).neg_() * softplus(ops.a.float() + ops.dt_bias, contract.softplus)
+    beta = sigmoid(ops.b.float())
     if contract.beta == "bf16":
-        beta = beta.to(torch.bfloat16).to(torch.float32)
-    return Operands(q, k, ops.v.to(torch.float32), rowwise(torch.exp, g), beta)
+        beta = beta.bfloat16().float()
+    return Operands(q, k, ops.v.float(), rowwise(torch.exp, g), beta)
 
 
 def step(state: Tensor, scratch: Tensor, x: Operands, reduce: Reduce, *, output: bool) -> Tensor | None:
