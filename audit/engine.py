@@ -17,7 +17,7 @@ from torch import Tensor
 from audit.calls import call
 from audit.guard import poison_
 from audit.slab import Slab
-from audit.world import BF16, Draws, Past, World, joined
+from audit.world import BF16, Draws, Past, World, is_row, joined, operand_shape
 from lumotree.backends.batch import accepted_paths, build_batch
 from lumotree.backends.protocol import (
     SHARED_OPERANDS,
@@ -83,8 +83,8 @@ class Engine:
             self.slab["pool.recurrent"], self.slab["pool.conv"], KVCache(self.slab["cache.k"], self.slab["cache.v"])
         )
         self._ops = [self._operand_buffers(layer) for layer in range(world.dims.layers)]
-        rows = [name for name in self.slab.parts if "]." in name and name.split(".")[-1] not in SHARED_OPERANDS]
-        self._operands = [tuple(r for r in rows if f"[{n}]." in r) for n in range(world.dims.layers)]
+        self._rows = tuple(filter(is_row, self.slab.parts))
+        self._operands = [tuple(r for r in self._rows if f"[{n}]." in r) for n in range(world.dims.layers)]
         self._metadata = tuple(name for name in self.slab.parts if name.startswith(("batch.", "plan.")))
         self.out = [{s: self.slab[f"out.{s}[{n}]"] for s in self.surfaces} for n in range(world.dims.layers)]
         self.requests: dict[int, Request] = {}
@@ -111,12 +111,14 @@ class Engine:
             ("cache.k", kv, BF16),
             ("cache.v", kv, BF16),
         ]
-        for layer, params in enumerate(self.draws.params):
-            for surface in self.surfaces:
-                for name, value in vars(getattr(params, surface)).items():
-                    lead = () if name in SHARED_OPERANDS else (w.rows,)
-                    shape = tuple(value.shape) if name in SHARED_OPERANDS else self._row_shape(surface, name)
-                    parts.append((f"{surface}[{layer}].{name}", (*lead, *shape), value.dtype))
+        operands = [
+            (f"{surface}[{layer}].{name}", operand_shape(w, surface, name, value), value.dtype)
+            for layer, params in enumerate(self.draws.params)
+            for surface in self.surfaces
+            for name, value in vars(getattr(params, surface)).items()
+        ]
+        # What differs by row lies together, so that it is poisoned in one call.
+        parts += sorted(operands, key=lambda part: is_row(part[0]))
         b, t = w.requests, w.rows
         flat = {"cu_rows": b + 1, "parent": t, "position": t, "row_request": t, "row_slot": t, "state_slot": b}
         parts += [(f"batch.{name}", (n,), i32) for name, n in {**flat, "prefix_len": b}.items()]
@@ -125,14 +127,6 @@ class Engine:
         parts += [("accepted.rows", (b, t), i32), ("accepted.length", (b,), i32)]
         shapes = {"gdn": (t, d.hv, d.dv), "conv": (t, d.conv_channels), "attention": (t, d.q_heads, d.head_dim)}
         return parts + [(f"out.{s}[{n}]", shapes[s], BF16) for s in self.surfaces for n in range(d.layers)]
-
-    def _row_shape(self, surface: str, name: str) -> tuple[int, ...]:
-        d = self.world.dims
-        if surface == "conv":
-            return (d.conv_channels,)
-        if surface == "attention":
-            return (d.q_heads if name == "q" else d.kv_heads, d.head_dim)
-        return {"q": (d.hk, d.dk), "k": (d.hk, d.dk), "v": (d.hv, d.dv)}.get(name, (d.hv,))
 
     def _operand_buffers(self, layer: int) -> dict[str, dict[str, Tensor]]:
         buffers = {}
@@ -215,7 +209,7 @@ class Engine:
 
     def flat(self, request: Request, positions: Iterable[int]) -> Tensor:
         """Flat KV slots, int64, of positions in a request's pages."""
-        return torch.tensor(self.places(request, positions), dtype=torch.int64, device=self.device)
+        return torch.from_numpy(np.array(self.places(request, positions), np.int64)).to(self.device)
 
     def places(self, request: Request, positions: Iterable[int]) -> list[int]:
         """The same as plain numbers."""
@@ -237,7 +231,7 @@ class Engine:
         made = build_batch(
             trees,
             state_slots=[self.requests[t.key].slot if t else -1 for t in turns],
-            page_table=torch.tensor(table, dtype=torch.int32),
+            page_table=torch.from_numpy(np.array(table, np.int32).reshape(len(turns), -1)),
             page_size=self.world.page_size,
             device=self.device,
         )
@@ -270,6 +264,12 @@ class Engine:
         own = self.places(self.requests[turn.key], range(start, start + n))
         return self._shuffled(own) if placement == "shuffled" else own
 
+    def _free(self, taken: Sequence[int]) -> list[int]:
+        """Flat slots of pages that no request owns, shuffled."""
+        size = self.world.page_size
+        spare = [p * size + o for p in self.spare for o in range(size)]
+        return self._shuffled([slot for slot in spare if slot not in taken])
+
     def _shuffled(self, values: Sequence[int]) -> list[int]:
         return np.random.default_rng([self.world.seed, 80, self.world.layout, self._steps]).permutation(values).tolist()  # type: ignore
 
@@ -287,9 +287,7 @@ class Engine:
         that another verification uses.
         """
         self._steps += 1
-        size = self.world.page_size
-        spare = [p * size + o for p in self.spare for o in range(size)]
-        free = self._shuffled([slot for slot in spare if slot not in taken])
+        free = self._free(taken) if placement == "scattered" else []
         slots = [self.candidates(t, placement, free) if t else [] for t in turns]
         batch, trees = self.batch(turns, slots)
         for layer, outs in enumerate(self.out):
@@ -332,8 +330,7 @@ class Engine:
         for tensor in self._loose:
             poison_(tensor)
         self._loose = []
-        for names in self._operands:
-            self.slab.poison(names)
+        self.slab.poison(self._rows)
         self.slab.accept_all()
 
     def publish(self, running: Running, paths: Sequence[Sequence[int] | None], apart: bool = False) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 
 from lumotree.contract import Contract
 from lumotree.errors import InputError
@@ -26,7 +27,15 @@ def possible(step: str) -> Iterator[None]:
 def asked_tree(parents: Sequence[int], inactive: Sequence[int] = ()) -> Tree:
     """The tree of these parents. Raises ProgramError if there is none."""
     with possible("verify"):
+        if {*map(type, (*parents, *inactive))} == {int}:
+            return _tree(tuple(parents), tuple(inactive))
         return Tree.make(parents, active=[row not in inactive for row in range(len(parents))])
+
+
+@lru_cache(maxsize=1024)
+def _tree(parents: tuple[int, ...], inactive: tuple[int, ...]) -> Tree:
+    """Programs ask for the same shapes again and again; trees cannot be changed."""
+    return Tree.make(parents, active=[row not in inactive for row in range(len(parents))])
 
 
 def asked_path(tree: Tree, end: int | None, contract: Contract) -> tuple[int, ...]:

@@ -72,6 +72,7 @@ class Sequential:
         kept = self._slab
         self.pools = Pools(kept["recurrent"], kept["conv"], KVCache(kept["k"], kept["v"]))
         self._batches: dict[tuple[int, tuple[int, ...], int], Batch] = {}
+        self._ints: dict[tuple[str, tuple[Any, ...]], Tensor] = {}
         self._like: Batch | None = None
 
     def mirror(self, slot: int | None = None, kv: Tensor | None = None) -> None:
@@ -101,7 +102,7 @@ class Sequential:
         reach = self.where(request, start, start + tree.max_depth + 1)
         origin = self._left(request.slot, reach, 0)
         out = [{s: poison_(torch.empty_like(o[: tree.n])) for s, o in outs.items()} for outs in self.engine.out]
-        rows = [_rows(part, tree.n) for part in actor.rows]
+        rows = [_rows(part, tree.n, self.engine.surfaces) for part in actor.rows]
         left: dict[int, Left] = {}
         stands = -1  # the row that the pools stand behind: a chain goes on where it is
         for row in tree.active_rows:
@@ -137,8 +138,7 @@ class Sequential:
     def _step(self, request: Request, position: int, ops: list[StepOps], outs: list[StepOut]) -> None:
         engine, batch = self.engine, self._batch(request, position)
         for layer, (part, out) in enumerate(zip(ops, outs, strict=True)):
-            own = StepOps(**{s: getattr(part, s) for s in engine.surfaces})
-            call(self.backend, "native_step", engine.where, own, self.pools, batch, out, layer)
+            call(self.backend, "native_step", engine.where, part, self.pools, batch, out, layer)
 
     def _batch(self, request: Request, position: int) -> Batch:
         key = request.slot, request.pages, position
@@ -148,11 +148,11 @@ class Sequential:
                 self._like = self._built(request, position, at)
             self._batches[key] = replace(
                 self._like,
-                position=self._int32([position]),
-                prefix_len=self._int32([position]),
-                state_slot=self._int32([request.slot]),
-                row_slot=self._int32(at),
-                page_table=self._int32([request.pages]),
+                position=self._kept("position", (position,)),
+                prefix_len=self._kept("prefix_len", (position,)),
+                state_slot=self._kept("state_slot", (request.slot,)),
+                row_slot=self._kept("row_slot", tuple(at)),
+                page_table=self._kept("page_table", (request.pages,)),
             )
         return self._batches[key]
 
@@ -163,17 +163,23 @@ class Sequential:
         table, size = self._int32([request.pages]), engine.world.page_size
         return build_batch([tree], state_slots=[request.slot], page_table=table, page_size=size, device=engine.device)
 
+    def _kept(self, name: str, values: tuple[Any, ...]) -> Tensor:
+        """A tensor of a batch: steps at one position, or of one request, share it."""
+        if (name, values) not in self._ints:
+            self._ints[name, values] = self._int32(values)
+        return self._ints[name, values]
+
     def _int32(self, values: Sequence[Any]) -> Tensor:
         return torch.from_numpy(np.array(values, np.int32)).to(self.engine.device)
 
 
-def _rows(ops: StepOps, count: int) -> list[StepOps]:
-    """The operands row by row, in memory of their own."""
-    parts = [None if part is None else _rows_of(part) for part in vars(ops).values()]
-    return [StepOps(*(None if part is None else part[row] for part in parts)) for row in range(count)]
+def _rows(ops: StepOps, count: int, surfaces: Sequence[str]) -> list[StepOps]:
+    """The operands of some surfaces row by row, in memory of their own."""
+    parts = [_rows_of(getattr(ops, surface), count) for surface in surfaces]
+    return [StepOps(**dict(zip(surfaces, row, strict=True))) for row in zip(*parts, strict=True)]
 
 
-def _rows_of(part: Any) -> list[Any]:
-    alone = {k: v.clone().split(1) for k, v in vars(part).items() if k not in SHARED_OPERANDS}
-    shared = {k: v for k, v in vars(part).items() if k in SHARED_OPERANDS}
-    return [type(part)(**dict(zip(alone, row, strict=True)), **shared) for row in zip(*alone.values(), strict=True)]
+def _rows_of(part: Any, count: int) -> list[Any]:
+    kind, ones = type(part), [1] * count
+    apart = [[v] * count if k in SHARED_OPERANDS else v.clone().split_with_sizes(ones) for k, v in vars(part).items()]
+    return [kind(*row) for row in zip(*apart, strict=True)]

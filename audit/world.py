@@ -164,3 +164,20 @@ def joined(parts: list[Any]) -> Any:
         return StepOps(*(joined([getattr(p, name) for p in parts]) for name in vars(first)))
     rows = {k: torch.cat([getattr(p, k) for p in parts]) for k in vars(first) if k not in SHARED_OPERANDS}
     return replace(first, **rows)
+
+
+def operand_shape(world: World, surface: str, name: str, value: Tensor) -> tuple[int, ...]:
+    """Shape of an operand of as many rows as the world has room for; that of `value` where all rows share it."""
+    d = world.dims
+    if name in SHARED_OPERANDS:
+        return tuple(value.shape)
+    if surface == "conv":
+        return (world.rows, d.conv_channels)
+    if surface == "attention":
+        return (world.rows, d.q_heads if name == "q" else d.kv_heads, d.head_dim)
+    return (world.rows, *{"q": (d.hk, d.dk), "k": (d.hk, d.dk), "v": (d.hv, d.dv)}.get(name, (d.hv,)))
+
+
+def is_row(name: str) -> bool:
+    """Whether a part of an engine's memory, such as "gdn[0].q", holds operands that differ by row."""
+    return "]." in name and name.split(".")[-1] not in SHARED_OPERANDS

@@ -20,7 +20,7 @@ from audit.fuzz import FuzzOptions, fuzz
 from audit.fuzz_driver import Driver
 from audit.fuzz_hunt import NEW, hunt, inject
 from audit.fuzz_judge import MismatchError
-from audit.fuzz_legal import ProgramError
+from audit.fuzz_legal import ProgramError, asked_tree
 from audit.fuzz_machine import shape_of, tree_of
 from audit.fuzz_program import Program, Step
 from audit.fuzz_shrink import shrunk, smaller
@@ -252,6 +252,24 @@ def test_a_slab_is_poisoned_in_part_as_it_was_at_first_and_nothing_else_is_touch
     assert torch.equal(slab["a"].view(torch.int16), fresh["a"].view(torch.int16)) and not slab["c"].any()
     assert slab["b"].eq(1).all() and slab.changed() == ["b"]
     assert not fresh.changed() and fresh["b"].eq(-1).all()
+    slab.poison(("a", "b"))
+    assert not slab.changed() and torch.equal(slab.block, fresh.block)
+
+
+def test_a_single_byte_of_a_slab_is_seen_wherever_it_lies() -> None:
+    slab = Slab([("a", (3,), torch.bfloat16), ("b", (5,), torch.bool)], "cpu")
+    for at in (0, 1, 127, len(slab.block) - 1):
+        slab.block[at] ^= 1
+        assert slab.changed(), at
+        slab.block[at] ^= 1
+    assert not slab.changed()
+
+
+def test_a_tree_that_was_refused_is_refused_after_its_like_was_taken() -> None:
+    assert asked_tree([-1, 0], [1]) is asked_tree([-1, 0], [1]) != asked_tree([-1, 0])
+    for parents in ([-1.0, 0.0], [[-1, 0]], []):
+        with pytest.raises(ProgramError):
+            asked_tree(parents)  # type: ignore[arg-type]
 
 
 class LastRow(TorchBackend):
