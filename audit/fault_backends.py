@@ -24,6 +24,7 @@ Each fault on the smallest case that has what it needs, until a check catches it
 Equivalent: harmless, or without effect on this kernel, with the proof in the catalogue. Not reached: arithmetic faults
 of kernels whose formulas are compiled, surfaces that the kernel does not have, and what its contract excludes.
 treewy_tf32 is not here: it leaves the bounds without any fault (`reports/h200-bench-all`), so nothing is caught on it.
+Nor are the adapters to kernels of others that need a card (fla, sglang, tokenspeed; `reports/peers.md`).
 Faults of samplers do not depend on the kernel: `reports/faults/summary.md` has them. Each line by
 `python -m audit.fault_backends KERNEL` (Triton kernels on a CPU: with TRITON_INTERPRET=1).
 
