@@ -89,7 +89,7 @@ class Sequential:
         states = [canonical_state(self.pools, self.engine.contract, request.slot, n) for n in layers]
         at = self.where(request, 0, request.length)
         stack = torch.stack([s.recurrent for s in states]), torch.stack([s.conv for s in states])
-        return Past(*stack, self.pools.cache.k[:, at].clone(), self.pools.cache.v[:, at].clone())
+        return Past(*stack, self.pools.cache.k[:, at], self.pools.cache.v[:, at])  # copies: picked, not cut out
 
     def where(self, request: Request, start: int, end: int) -> Tensor:
         """Flat slots of positions start..end-1."""

@@ -97,10 +97,8 @@ def seen_keys(batch: Batch, paths: Mapping[int, Sequence[int]], most: int) -> It
     seen, size = Seen(), batch.page_size
     for i, group in itertools.groupby(paths, request.__getitem__):
         rows, position = list(group), np.arange(prefix[i])
-        pages = -(-prefix[i] // size)
-        first = table[i, np.arange(pages)].astype(np.int64) * size
-        committed = (first[:, None] + np.arange(size)).ravel()[: prefix[i]]
-        slots = np.concatenate([committed, target[rows]])
+        page, place = np.divmod(position, size)
+        slots = np.concatenate([table[i, page].astype(np.int64) * size + place, target[rows]])
         number = {row: prefix[i] + at for at, row in enumerate(rows)}
         fits = max(1, most // len(slots))
         for lo in range(0, len(rows), fits):
