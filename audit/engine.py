@@ -17,7 +17,7 @@ from torch import Tensor
 from audit.calls import call
 from audit.guard import poison_
 from audit.slab import Slab
-from audit.world import BF16, Draws, Past, World, is_row, joined, operand_shape
+from audit.world import BF16, Draws, Past, World, is_row, operand_shape
 from lumotree.backends.batch import accepted_paths, build_batch
 from lumotree.backends.protocol import (
     SHARED_OPERANDS,
@@ -266,21 +266,16 @@ class Engine:
 
     def _free(self, taken: Sequence[int]) -> list[int]:
         """Flat slots of pages that no request owns, shuffled."""
-        size = self.world.page_size
-        spare = [p * size + o for p in self.spare for o in range(size)]
+        spare = [p * self.world.page_size + o for p in self.spare for o in range(self.world.page_size)]
         return self._shuffled([slot for slot in spare if slot not in taken])
 
     def _shuffled(self, values: Sequence[int]) -> list[int]:
         return np.random.default_rng([self.world.seed, 80, self.world.layout, self._steps]).permutation(values).tolist()  # type: ignore
 
     def verify(
-        self,
-        turns: Sequence[Turn | None],
-        placement: str = "scattered",
-        *,
-        backwards: bool = False,
+        self, turns: Sequence[Turn | None], placement: str = "scattered", *, backwards: bool = False,
         taken: Sequence[int] = (),
-    ) -> Running:
+    ) -> Running:  # fmt: skip
         """Verify a batch on every surface and layer; outputs are in `out`, row by row in the order of the turns.
 
         backwards: surfaces in the other order, as hybrid models need not have all in one layer. taken: flat KV slots
@@ -312,15 +307,20 @@ class Engine:
 
     def _load(self, parts: list[StepOps], layer: int) -> StepOps:
         """Operands of a layer in the engine's buffers, rows of all requests one behind the other."""
-        rows, made = joined(parts) if len(parts) > 1 else parts[0] if parts else self.draws.rows(0)[layer], {}
+        parts, made = parts or [self.draws.rows(0)[layer]], {}
         self.slab.poison(self._operands[layer])
         for surface in self.surfaces:
-            given, kept = vars(getattr(rows, surface)), self._ops[layer][surface]
-            views = {k: kept[k] if k in SHARED_OPERANDS else self._keep(f"{surface}[{layer}].{k}", v)
-                     for k, v in given.items()}  # fmt: skip
-            self._loose += [v for k, v in views.items() if self.world.fresh and k not in SHARED_OPERANDS]
-            made[surface] = type(getattr(rows, surface))(**views)
+            own, kept = [getattr(part, surface) for part in parts], self._ops[layer][surface]
+            names = [name for name in kept if name not in SHARED_OPERANDS]
+            rows = {n: self._gathered(f"{surface}[{layer}].{n}", [getattr(part, n) for part in own]) for n in names}
+            made[surface] = type(own[0])(**{**kept, **rows})
+            self._loose += rows.values() if self.world.fresh else ()
         return StepOps(**made)
+
+    def _gathered(self, name: str, values: list[Tensor]) -> Tensor:
+        if len(values) == 1 or self.world.fresh or values[0].device != self.device:
+            return self._keep(name, values[0] if len(values) == 1 else torch.cat(values))
+        return torch.cat(values, out=self.slab[name][: sum(map(len, values))])
 
     def _pool(self, surface: str) -> Any:
         return {"gdn": self.pools.recurrent, "conv": self.pools.conv, "attention": self.pools.cache}[surface]

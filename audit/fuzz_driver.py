@@ -339,8 +339,7 @@ class Driver:
 
     def _states(self, keys: Sequence[Key], what: str) -> None:
         """Requests that had no part in a step hold what they held."""
-        for key in keys:
-            self.judge.held(key, self.want, what)
+        self.judge.held(keys, self.want, what)
 
     def _flushed(self) -> None:
         """Whatever a verification has brought up to date is what the export said; the rest stays deferred."""

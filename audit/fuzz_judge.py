@@ -128,18 +128,30 @@ class StepJudge:
             want.pools.cache.k[layer, at] = live.k[layer, at]
         self._same(f"values {where}", "attention", live.v[layer, at], want.pools.cache.v[layer, at])
 
-    def held(self, key: int, want: Sequential, what: str) -> None:
-        """A request's state and KV are still what they were."""
-        e, request = self.engine, self.engine.requests[key]
-        at = want.where(request, 0, request.length)
-        for name, surface, now, then in (
-            ("state", "gdn", e.pools.recurrent[:, request.slot], want.pools.recurrent[:, request.slot]),
-            ("history", "conv", e.pools.conv[:, request.slot], want.pools.conv[:, request.slot]),
-            ("keys", "attention", e.pools.cache.k[:, at], want.pools.cache.k[:, at]),
-            ("values", "attention", e.pools.cache.v[:, at], want.pools.cache.v[:, at]),
-        ):
-            if surface in e.surfaces:
+    def held(self, keys: Sequence[int], want: Sequential, what: str) -> None:
+        """Some requests' states and KV are still what they were: compared together, one by one where that fails."""
+        requests = [self.engine.requests[key] for key in keys]
+        places = [want.where(request, 0, request.length) for request in requests]
+        slots = [request.slot for request in requests]
+        together = self._pairs(want, slots, torch.cat(places)) if keys else []
+        if all(alike(*self._plain(surface, now, then)) for _, surface, now, then in together):
+            for _, surface, _, _ in together:
+                self.by[surface] += len(keys)
+            return
+        for key, slot, at in zip(keys, slots, places, strict=True):
+            for name, surface, now, then in self._pairs(want, slot, at):
                 self._same(f"{name} of request {key}, {what},", surface, now, then)
+
+    def _pairs(self, want: Sequential, slots: int | list[int], at: Tensor) -> list[tuple[str, str, Tensor, Tensor]]:
+        """What some state slots and flat KV slots hold, and what they must hold: name, surface, both."""
+        live, due = self.engine.pools, want.pools
+        pairs = (
+            ("state", "gdn", live.recurrent, due.recurrent, slots),
+            ("history", "conv", live.conv, due.conv, slots),
+            ("keys", "attention", live.cache.k, due.cache.k, at),
+            ("values", "attention", live.cache.v, due.cache.v, at),
+        )
+        return [(n, s, now[:, index], then[:, index]) for n, s, now, then, index in pairs if s in self.engine.surfaces]
 
     def is_held(self, key: int, want: Sequential) -> bool:
         """Whether the pools hold what a request must have."""

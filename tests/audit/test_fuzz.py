@@ -265,6 +265,21 @@ def test_a_single_byte_of_a_slab_is_seen_wherever_it_lies() -> None:
     assert not slab.changed()
 
 
+def test_requests_compared_together_are_counted_and_named_one_by_one() -> None:
+    driver = Driver(TorchBackend())
+    for key, tokens in ((0, 3), (1, 0), (2, 2)):
+        driver.admit(key, tokens)
+    judge, want = driver.judge, driver.want
+    before = judge.compared
+    judge.held([0, 1, 2], want, "now")
+    judge.held([], want, "now")
+    assert judge.compared - before == 3 * 4
+    want.pools.cache.v[0, want.where(driver.engine.requests[2], 1, 2)] += 1
+    judge.held([0, 1], want, "now")
+    with pytest.raises(MismatchError, match=r"values of request 2, now, differs .* element \[0, 1, 0, 0\]"):
+        judge.held([0, 1, 2], want, "now")
+
+
 def test_a_tree_that_was_refused_is_refused_after_its_like_was_taken() -> None:
     assert asked_tree([-1, 0], [1]) is asked_tree([-1, 0], [1]) != asked_tree([-1, 0])
     for parents in ([-1.0, 0.0], [[-1, 0]], []):
