@@ -204,28 +204,35 @@ def six_rows() -> Step:
     return Step(Tree.make(parents, tokens=tokens, vocab=vocab), torch.from_numpy(target), torch.from_numpy(laws))
 
 
-def run_battery_part(runs: int, seed: int) -> tuple[Count, tuple[Count, ...]]:
-    """Count failing runs of the whole battery, and rejections of each of its tests at EACH; two streams a run."""
+def battery_runs(runs: int, seed: int) -> list[tuple[bool, list[TestResult]]]:
+    """Whether each run of the whole battery failed at the first of LEVELS, and its tests; two streams a run."""
     step, walker, level = six_rows(), CoinWalker(PreparedRule(MULTI_ROUND)), LEVELS[0]
-    law, failed = multi_round_law(step), 0
-    seen: dict[str, list[bool]] = {}
+    law, found = multi_round_law(step), []
     for run in range(runs):
         tally = WalkTally(step)
         for stream in range(2):
             tally.add(walker.walk(step, BATTERY_WALKS // 2, stream_seed(seed, 2 * run + stream)))
         tests = battery(tally, law, level, BATTERY_VISITS)
-        failed += bool(tally.violations) or family_rejects(tests, level)
+        found.append((bool(tally.violations) or family_rejects(tests, level), tests))
+    return found
+
+
+def counted(found: Sequence[tuple[bool, list[TestResult]]]) -> tuple[Count, tuple[Count, ...]]:
+    """Count failing runs of the whole battery, and rejections of each of its tests at EACH."""
+    seen: dict[str, list[bool]] = {}
+    for _, tests in found:
         for test in tests:
             if test.p_value is not None:
                 seen.setdefault(test.id, []).append(test.p_value <= EACH)
+    failed = sum(fails for fails, _ in found)
     counts = tuple(Count.of(name, sum(hits), len(hits), EACH) for name, hits in sorted(seen.items()))
-    return Count.of("six rows, whole battery", failed, runs, level, sides=1), counts
+    return Count.of("six rows, whole battery", failed, len(found), LEVELS[0], sides=1), counts
 
 
 def clean_runs(runs: int, seed: int = 1, walks: int = WALKS) -> CleanRuns:
     """Run both parts."""
     exact, outcomes = run_exact_part(runs, walks, seed)
-    whole, tests = run_battery_part(runs, seed)
+    whole, tests = counted(battery_runs(runs, seed))
     return CleanRuns(outcomes, exact, whole, tests)
 
 

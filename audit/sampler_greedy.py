@@ -6,7 +6,7 @@ are among them. Controls are the faults that a greedy sampler can have: another 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -118,14 +118,15 @@ def best_tokens(step: Step, last: bool = False) -> Ints:
 
 def greedy_answers(step: Step, best: Ints, tokens: torch.Tensor) -> Ints:
     """Return last row and bonus [2, W] of drafts int64 `[W, N]`: the first child with the row's token is followed."""
-    last = [_walk(step, best, draft) for draft in tokens.tolist()]
+    children, wanted = [step.tree.active_children(row) for row in range(step.tree.n)], best.tolist()
+    last = [_walk(children, wanted, draft) for draft in tokens.tolist()]
     return np.stack([np.array(last, np.int64), best[last]])
 
 
-def _walk(step: Step, best: Ints, draft: list[int]) -> int:
+def _walk(children: Sequence[tuple[int, ...]], best: list[int], draft: list[int]) -> int:
     row = 0
     while True:
-        follows = [child for child in step.tree.active_children(row) if draft[child] == best[row]]
+        follows = [child for child in children[row] if draft[child] == best[row]]
         if not follows:
             return row
         row = follows[0]

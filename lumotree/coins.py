@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from enum import IntEnum
+from itertools import product
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ _SHIFT = np.uint64(32)
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
-_CHUNK = 1 << 15  # requests at a time: few enough for a core's second-level cache, enough to hide the call overhead
+_CHUNK = 1 << 15  # coins at a time: few enough for a core's second-level cache, enough to hide the call overhead
 
 MAX_ROW = 1 << 24
 
@@ -65,7 +66,9 @@ def uniforms(
 ) -> NDArray[np.float64]:
     """The coins of one row and purpose, float64 `[W]`, one a request. Raises InputError for an address out of range."""
     key, numbers = _key(seed), _requests(requests)
-    return _row_coins(key, numbers, _number("cycle", cycle, 1 << 32), row, purpose // 2)[purpose % 2]
+    both = _coins(key, numbers, _number("cycle", cycle, 1 << 32), [row], purpose // 2)
+    coins: NDArray[np.float64] = both[purpose % 2, 0]
+    return coins
 
 
 def coins_for(
@@ -78,9 +81,10 @@ def coins_for(
     `tree.active_rows`). Raises InputError naming the number out of range.
     """
     key, numbers, turn = _key(seed), _requests(requests), _number("cycle", cycle, 1 << 32)
-    accept, residual = np.zeros((2, _number("rows", n, MAX_ROW), len(numbers)))
-    for row in range(n) if rows is None else rows:
-        accept[row], residual[row] = _row_coins(key, numbers, turn, row, Purpose.ACCEPT // 2)
+    both = np.zeros((2, _number("rows", n, MAX_ROW), len(numbers)))
+    chosen = list(range(n) if rows is None else rows)
+    both[:, chosen] = _coins(key, numbers, turn, chosen, Purpose.ACCEPT // 2)
+    accept, residual = both
     return Coins(torch.from_numpy(accept).T, torch.from_numpy(residual).T)
 
 
@@ -95,19 +99,12 @@ def coins_at(seed: int, request: int, cycle: int, rows: Sequence[int]) -> tuple[
 
 def draft_coins_at(seed: int, request: int, cycle: int, rows: Sequence[int]) -> NDArray[np.float64]:
     """Draft coins of some rows of one request, float64 `[rows]`: those of `draft_coins`, all in one call."""
-    return _coins_of_rows(seed, request, cycle, rows, Purpose.DRAFT // 2)[Purpose.DRAFT % 2]
+    draft: NDArray[np.float64] = _coins_of_rows(seed, request, cycle, rows, Purpose.DRAFT // 2)[Purpose.DRAFT % 2]
+    return draft
 
 
-def _coins_of_rows(
-    seed: int, request: int, cycle: int, rows: Sequence[int], block: int
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    key, numbers, turn = _key(seed), _requests([request]), _number("cycle", cycle, 1 << 32)
-    for row in (min(rows, default=0), max(rows, default=0)):
-        _number("row", row, MAX_ROW)
-    tail = np.asarray(rows, np.uint64) * np.uint64(256) + np.uint64(block)
-    low, high = (np.broadcast_to(part, tail.shape) for part in (numbers & _MASK, numbers >> _SHIFT))
-    words = philox4x32((low, high, np.full(1, turn, np.uint64), tail), key)
-    return _to_unit(words[0], words[1]), _to_unit(words[2], words[3])
+def _coins_of_rows(seed: int, request: int, cycle: int, rows: Sequence[int], block: int) -> NDArray[np.float64]:
+    return _coins(_key(seed), _requests([request]), _number("cycle", cycle, 1 << 32), rows, block)[:, :, 0]
 
 
 def draft_coins(
@@ -116,23 +113,23 @@ def draft_coins(
     """Draft coins, float64 `[W, n]`: coin [w, r] draws the token of row r. Arguments as in `coins_for`."""
     key, numbers, turn = _key(seed), _requests(requests), _number("cycle", cycle, 1 << 32)
     draft = np.zeros((_number("rows", n, MAX_ROW), len(numbers)))
-    for row in range(n) if rows is None else rows:
-        draft[row] = _row_coins(key, numbers, turn, row, Purpose.DRAFT // 2)[Purpose.DRAFT % 2]
+    chosen = list(range(n) if rows is None else rows)
+    draft[chosen] = _coins(key, numbers, turn, chosen, Purpose.DRAFT // 2)[Purpose.DRAFT % 2]
     return torch.from_numpy(draft).T
 
 
-def _row_coins(
-    key: tuple[int, int], requests: Words, cycle: int, row: int, block: int
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Both coins of one block, float64 `[W]` each."""
-    tail = np.uint64(_number("row", row, MAX_ROW) * 256 + block)
-    first, second = np.empty((2, len(requests)))
-    for start in range(0, len(requests), _CHUNK):
-        part = slice(start, start + _CHUNK)
-        low = requests[part] & _MASK
-        words = philox4x32((low, requests[part] >> _SHIFT, np.full(1, cycle, np.uint64), np.full(1, tail)), key)
-        first[part], second[part] = _to_unit(words[0], words[1]), _to_unit(words[2], words[3])
-    return first, second
+def _coins(key: tuple[int, int], requests: Words, cycle: int, rows: Sequence[int], block: int) -> NDArray[np.float64]:
+    """Both coins of one block, float64 `[2, rows, W]`: rows of few requests in one call, many requests in several."""
+    tail = np.array([_number("row", row, MAX_ROW) * 256 + block for row in rows], np.uint64)[:, None]
+    both = np.empty((2, len(rows), len(requests)))
+    step = max(1, _CHUNK // max(1, len(requests)))
+    for first, start in product(range(0, len(rows), step), range(0, len(requests), _CHUNK)):
+        part = requests[start : start + _CHUNK]
+        counter = part & _MASK, part >> _SHIFT, np.full(1, cycle, np.uint64), tail[first : first + step]
+        words = philox4x32(counter, key)
+        place = slice(first, first + step), slice(start, start + _CHUNK)
+        both[0][place], both[1][place] = _to_unit(words[0], words[1]), _to_unit(words[2], words[3])
+    return both
 
 
 def _to_unit(low: Words, high: Words) -> NDArray[np.float64]:

@@ -47,6 +47,8 @@ def test_coins_do_not_depend_on_the_batch_or_the_rows_asked_for() -> None:
         assert not getattr(some, name)[:, [0, 2, 3]].any()
     assert torch.equal(draft_coins(1, order, 2, 5, rows=[3])[:, 3], draft_coins(1, range(40_000), 2, 5)[order, 3])
     assert np.array_equal(uniforms(1, order, 2, 4, Purpose.RESIDUAL), some.residual[:, 4].numpy())
+    fewer = coins_for(1, range(10_000), 2, 5)  # three rows at a time, then two
+    assert torch.equal(fewer.accept, whole.accept[:10_000]) and torch.equal(fewer.residual, whole.residual[:10_000])
 
 
 def test_every_part_of_the_address_changes_the_coins() -> None:

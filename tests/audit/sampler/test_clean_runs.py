@@ -10,7 +10,17 @@ import torch
 from scipy import stats
 
 from audit import clean_runs as module
-from audit.clean_runs import Count, InTurn, exact_levels, failures, main, run_battery_part, run_exact_part, two_rows
+from audit.clean_runs import (
+    Count,
+    InTurn,
+    battery_runs,
+    counted,
+    exact_levels,
+    failures,
+    main,
+    run_exact_part,
+    two_rows,
+)
 from audit.montecarlo import run_step
 from lumotree.select_types import Walks
 
@@ -71,24 +81,24 @@ def test_the_exact_level_is_that_of_run_step(monkeypatch):
         assert [t.p_value for t in result.tests] == found[counts]
 
 
-def test_every_test_of_the_whole_battery_by_itself():
-    whole, tests = run_battery_part(100, seed=4)
-    assert whole.p_value > 1e-3
+@pytest.fixture(scope="module")
+def found():
+    return battery_runs(250, seed=4)
+
+
+def test_every_test_of_the_whole_battery_by_itself(found):
+    whole, tests = counted(found)
+    assert whole.p_value > 1e-3 and whole.runs == 250
     assert len(tests) > 20
     assert min(t.p_value for t in tests) * len(tests) > 1e-3
 
 
-def test_one_blind_test_is_found(monkeypatch):
+def test_one_blind_test_is_found(found):
     """Power: among 250 runs a test that never rejects, and one that rejects almost three times as often, are off."""
     assert Count.of("blind", 0, 250, module.EACH).p_value * 40 < 1e-3
     assert Count.of("eager", 35, 250, module.EACH).p_value * 40 < 1e-3
-    real = module.battery
-
-    def blinded(*arguments):
-        return [replace(t, p_value=1.0) if t.id == "node@0" else t for t in real(*arguments)]
-
-    monkeypatch.setattr(module, "battery", blinded)
-    _, tests = run_battery_part(250, seed=4)
+    blinded = [(fails, [replace(t, p_value=1.0) if t.id == "node@0" else t for t in tests]) for fails, tests in found]
+    _, tests = counted(blinded)
     worst = min(tests, key=lambda t: t.p_value)
     assert (worst.name, worst.rejections) == ("node@0", 0)
     assert worst.p_value * len(tests) < 1e-3

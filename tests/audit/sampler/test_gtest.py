@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from audit.gtest import g_sf, g_test, independence_test, pool_sorted
+from audit.gtest import _sum_cumulants, g_sf, g_test, independence_test, pool_sorted
 
 RUNS = 3000
 
@@ -54,6 +54,20 @@ def test_tail_at_a_single_rare_cell_is_not_overstated():
 
 def test_two_cells_are_exact():
     assert g_test([7, 13], [0.5, 0.5]).p_value == stats.binomtest(7, 20, 0.5).pvalue
+    assert g_test([3, 17], [0.5, 0.5]).p_value == stats.binomtest(3, 20, 0.5).pvalue
+    assert g_test([3, 17], [0.25, 0.75]).p_value == stats.binomtest(3, 20, 0.25).pvalue
+
+
+@pytest.mark.parametrize("statistic", [0.0, 1e-3, 2.5, 40.0, 400.0])
+def test_tails_are_those_of_the_shifted_gamma_and_of_chi_square(statistic):
+    expected = np.array([5.0, 7.0, 100.0, 3e4])
+    mean, variance, third = _sum_cumulants(expected)
+    scale = third / (2 * variance)
+    shape = variance / scale**2
+    assert g_sf(statistic, expected) == stats.gamma.sf(statistic - (mean - shape * scale), shape, scale=scale)
+    table = np.array([[50, 60 + statistic], [70, 80]])
+    outcome = independence_test(table)
+    assert outcome.p_value == stats.chi2.sf(outcome.statistic, 1)
 
 
 def test_impossible_cell_rejects_outright():
