@@ -13,12 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from audit.cases import Case, CaseSpec
 from audit.fault_cases import ladder
-from audit.fault_trial import alone, coins_of
+from audit.fault_trial import alone, coins_of, set_coins
 from audit.recording import Recording, apart, record, reproduces
 from audit.scene import scene_of
 from audit.tally import Place
@@ -105,7 +104,7 @@ class Known:
 
     def _recorded(self, key: tuple[str, float | None, str], backend: Any, spec: CaseSpec) -> Recording:
         if key not in self._kept:
-            torch.manual_seed(coins_of(spec))
+            set_coins(coins_of(spec))
             self._kept[key] = record(backend, spec)
         return self._kept[key]
 
@@ -116,7 +115,7 @@ class Known:
 
     def _faulty(self, h: Hypothesis, spec: CaseSpec) -> Any:
         fault = CATALOGUE[h.fault]
-        torch.manual_seed(coins_of(spec))
+        set_coins(coins_of(spec))
         return alone(fault.at(h.size)(self._inner), self.surface)
 
     def hypotheses(self, scene: Scene) -> Iterator[Hypothesis]:
@@ -173,7 +172,7 @@ def diagnose_surface(
 
 
 def _seen(make: Callable[[], Any], surface: str, spec: CaseSpec) -> Recording:
-    torch.manual_seed(coins_of(spec))
+    set_coins(coins_of(spec))
     return record(alone(make(), surface), spec)
 
 

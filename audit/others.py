@@ -20,7 +20,7 @@ from audit.cases import Case, CaseSpec
 from audit.environment import environment
 from audit.fault_cases import heldout_ladder
 from audit.fault_matrix import Cases, exact_interval
-from audit.fault_trial import alone, coins_of, component_trial
+from audit.fault_trial import alone, coins_of, component_trial, set_coins
 from audit.native import NativeChain, rows_of
 from audit.render.progress import Progress
 from audit.report import Check, Report, decide
@@ -170,7 +170,7 @@ _LOW: dict[str, Variant] = {
 def pairs_of(backend: Any, spec: CaseSpec, surface: str) -> list[Pair] | None:
     """What a rule gets to see of a run; None if the backend refused the case."""
     try:
-        torch.manual_seed(coins_of(spec))
+        set_coins(coins_of(spec))
         got = answers(alone(backend, surface), spec, surface)
     except InputError:
         return None

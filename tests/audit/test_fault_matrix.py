@@ -19,13 +19,14 @@ from audit.fault_matrix import Cases, Plan, Rate, Row, audit_fault, exact_interv
 from audit.fault_programs import PROGRAMS, run_program
 from audit.fault_report import missed, records, to_report
 from audit.fault_sampler import VOCAB, sampler_rows
-from audit.fault_trial import component_trial, own_failure, program_trial, relation_trial
+from audit.fault_trial import component_trial, own_failure, program_trial, relation_trial, set_coins
 from audit.render.matrix import matrix_svg, print_matrix
 from audit.report import from_json
 from audit.sampler_cases import CAPTURED_VOCAB, captured_cases
 from faults import BLIND, CATALOGUE, Fault, Faulty
 from faults.sampler import SAMPLER_FAULTS
 from lumotree.backends.loader import load_backend
+from lumotree.backends.protocol import SURFACES
 from lumotree.backends.sampler_loader import load_sampler
 from lumotree.backends.torch_backend import TorchBackend
 from lumotree.contract import Contract
@@ -42,15 +43,16 @@ def cases() -> Cases:
 
 def unseen(fault: Fault) -> Fault:
     """A fault whose wrapper says that it changed something although nothing that is judged is wrong."""
+    method = SURFACES[fault.surface][0]
 
     def wrap(inner: Any) -> Any:
         faulty = Faulty(inner)
 
         def verify(*args: Any) -> None:
             faulty.note("nothing of weight", 0, 1)
-            inner.gdn_verify(*args)
+            getattr(inner, method)(*args)
 
-        faulty.gdn_verify = verify  # type: ignore[attr-defined]
+        setattr(faulty, method, verify)
         return faulty
 
     return replace(fault, wrap=wrap)
@@ -64,16 +66,16 @@ def test_a_fault_is_caught_on_its_smallest_case_by_a_first_check(cases: Cases) -
 
 
 def test_a_reached_fault_that_no_check_sees_is_missed_and_the_run_fails(cases: Cases) -> None:
-    row = audit_fault(INNER, unseen(CATALOGUE["wrong_parent.gdn"]), cases, PLAN)
+    row = audit_fault(INNER, unseen(CATALOGUE["wrong_parent.conv"]), cases, PLAN)
     assert row.state == "Missed" and row.first is None and set(row.checks.values()) == {"Missed"}
-    assert len(row.missed) == len(list(cases.reaching(CATALOGUE["wrong_parent.gdn"])))
+    assert len(row.missed) == len(list(cases.reaching(CATALOGUE["wrong_parent.conv"])))
     report = to_report([row], PLAN, "lumotree-audit faults", 1.0)
     assert report.verdict == "FAIL" and report.exit_code == 1
-    assert "wrong_parent.gdn Missed" in report.reasons[0]
+    assert "wrong_parent.conv Missed" in report.reasons[0]
 
 
 def test_a_fault_that_changes_nothing_is_not_reached_and_nothing_is_claimed_for_it(cases: Cases) -> None:
-    row = audit_fault(INNER, replace(CATALOGUE["wrong_parent.gdn"], wrap=Faulty), cases, PLAN)
+    row = audit_fault(INNER, replace(CATALOGUE["wrong_parent.conv"], wrap=Faulty), cases, PLAN)
     assert row.state == "NotReached" and set(row.checks.values()) == {"NotReached"}
     assert to_report([row], PLAN, "command", 1.0).verdict == "INCONCLUSIVE"
 
@@ -83,9 +85,9 @@ def test_a_fault_that_the_kernel_refuses_is_a_crash_with_its_message(cases: Case
         def publish(*args: Any) -> None:
             raise PathError("row=3 has parent 0")
 
-        return Faulty(inner, gdn_publish=publish)
+        return Faulty(inner, conv_publish=publish)
 
-    row = audit_fault(INNER, replace(CATALOGUE["one_short.gdn"], wrap=wrap), cases, PLAN)
+    row = audit_fault(INNER, replace(CATALOGUE["one_short.conv"], wrap=wrap), cases, PLAN)
     assert row.state == "Crashed" and "row=3 has parent 0" in row.note and missed([row]) == [row]
 
 
@@ -165,6 +167,15 @@ def test_random_faults_draw_other_coins_in_another_case() -> None:
     assert states == again and len(set(states)) > 1
 
 
+def test_coins_are_those_of_torch_without_its_stacks(monkeypatch: Any) -> None:
+    torch.manual_seed(7)
+    drawn, stacks = torch.rand(5), []
+    monkeypatch.setattr("traceback.format_stack", lambda *args: stacks.append(args) or [])
+    set_coins(7)
+    assert torch.equal(torch.rand(5), drawn) and torch.initial_seed() == 7
+    assert torch.cuda.is_available() or not stacks
+
+
 def test_the_command_writes_matrix_and_picture_and_says_who_was_missed(
     tmp_path: Path, capsys: Any, monkeypatch: Any
 ) -> None:
@@ -180,9 +191,9 @@ def test_the_command_writes_matrix_and_picture_and_says_who_was_missed(
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
     tables = (tmp_path / "matrix.txt").read_text()
     assert "out.bitwise" in tables and max(map(len, tables.splitlines())) <= 100
-    monkeypatch.setitem(faults.CATALOGUE, "wrong_parent.gdn", unseen(CATALOGUE["wrong_parent.gdn"]))
-    assert cli.main(["faults", "--workers", "0", "--only", "wrong_parent.gdn"]) == 1
-    assert "wrong_parent.gdn Missed" in capsys.readouterr().out.replace("\n", " ")
+    monkeypatch.setitem(faults.CATALOGUE, "wrong_parent.conv", unseen(CATALOGUE["wrong_parent.conv"]))
+    assert cli.main(["faults", "--workers", "0", "--only", "wrong_parent.conv"]) == 1
+    assert "wrong_parent.conv Missed" in capsys.readouterr().out.replace("\n", " ")
 
 
 def test_faults_written_blind_are_chosen_and_reported_apart(capsys: Any, cases: Cases) -> None:

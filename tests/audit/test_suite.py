@@ -61,6 +61,23 @@ def options(backend: str = "torch", **changes: Any) -> Options:
     return Options(backend=backend, **(defaults | changes))
 
 
+def envelope_of(factory: pytest.TempPathFactory, **changes: Any) -> dict[str, Any]:
+    path = factory.mktemp("calibrated") / "env.json"
+    assert suite.calibrate(options(envelope=str(path), **changes)).report.verdict == "PASS"
+    return json.loads(path.read_text())
+
+
+@pytest.fixture(scope="module")
+def calibrated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Too few units for power."""
+    return envelope_of(tmp_path_factory, instances=2)
+
+
+@pytest.fixture(scope="module")
+def powerful(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return envelope_of(tmp_path_factory)
+
+
 def by_status(report: Any) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for check in report.checks:
@@ -110,20 +127,22 @@ def test_calibration_of_a_kernel_that_writes_nothing_is_a_fail_with_findings(few
     assert "lumotree-audit diagnose --backend rebinds:Kernel" in run.report.warnings[-1]
 
 
-def test_an_envelope_without_power_is_inconclusive(few: None, folder: Path) -> None:
-    suite.calibrate(options(instances=2))
+def test_an_envelope_without_power_is_inconclusive(few: None, folder: Path, calibrated: dict[str, Any]) -> None:
+    (folder / "env.json").write_text(json.dumps(calibrated))
     report = suite.check(options(instances=2)).report
     assert report.verdict == "INCONCLUSIVE"
     assert {i.partition(".")[0] for i in by_status(report)["inconclusive"]} == {"envelope"}
     assert any("no power" in r for r in report.reasons)
 
 
-def test_inputs_that_forget_make_the_run_inconclusive(folder: Path, monkeypatch: pytest.MonkeyPatch, few: None) -> None:
+def test_inputs_that_forget_make_the_run_inconclusive(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, few: None, powerful: dict[str, Any]
+) -> None:
     def forgetful(*args: Any, **kwargs: Any) -> list[Any]:
         deep = [s for s in micro_cases("heldout", 1) if s.id.endswith("/odd")]
         return [replace(s, regime="near_zero", control=True, trees=("chain:8",), inactive_fraction=0.0) for s in deep]
 
-    suite.calibrate(options())
+    (folder / "env.json").write_text(json.dumps(powerful))
     monkeypatch.setattr(suite, "family", forgetful)
     report = suite.check(options()).report
     assert report.verdict == "INCONCLUSIVE"
@@ -131,8 +150,10 @@ def test_inputs_that_forget_make_the_run_inconclusive(folder: Path, monkeypatch:
     assert not by_status(report).get("fail")
 
 
-def test_zero_cases_are_inconclusive(folder: Path, monkeypatch: pytest.MonkeyPatch, few: None) -> None:
-    suite.calibrate(options())
+def test_zero_cases_are_inconclusive(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, few: None, powerful: dict[str, Any]
+) -> None:
+    (folder / "env.json").write_text(json.dumps(powerful))
     monkeypatch.setattr(suite, "family", lambda *args, **kwargs: [])
     report = suite.check(options()).report
     assert report.verdict == "INCONCLUSIVE" and report.exit_code == 3
@@ -225,13 +246,6 @@ def test_an_envelope_made_for_something_else_is_refused_with_the_field(
     remedy = "name this backend's own" if {"shape", "backend"} & change.keys() else "recalibrate"
     with pytest.raises(EnvelopeError, match=rf"env.json: expected {message}.*{remedy}"):
         suite.check(options())
-
-
-@pytest.fixture(scope="module")
-def calibrated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    path = tmp_path_factory.mktemp("calibrated") / "env.json"
-    suite.calibrate(options(envelope=str(path), instances=2))
-    return json.loads(path.read_text())
 
 
 def test_another_processor_warns(
