@@ -44,7 +44,7 @@ def coins_of(spec: CaseSpec) -> int:
 
 def set_coins(seed: int) -> None:
     """Seed the coins of random faults, as `torch.manual_seed` does. That also notes the whole stack of its caller for
-    every kind of device that is not in use: two milliseconds, more than all else before the first call of a kernel."""
+    every kind of device that is not in use, which takes longer than a small call of a kernel."""
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(seed)

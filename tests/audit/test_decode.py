@@ -223,7 +223,7 @@ def test_a_run_whose_paths_all_end_at_the_root_is_inconclusive(small, monkeypatc
 
 def test_worker_processes_find_what_one_process_finds(small):
     few = replace(small, modes=("hydra27",), laws=("greedy",), controls=False, tokens=5)
-    here, there = (run_decode(replace(few, workers=n)) for n in (0, 2))
+    here, there = (run_decode(replace(few, workers=n)) for n in (0, 1))
     assert [r.outputs for r in here.runs] == [r.outputs for r in there.runs]
     assert [r.marks for r in here.runs] == [r.marks for r in there.runs]
     assert [(c.id, c.cells, c.status) for c in here.report.checks] == [
