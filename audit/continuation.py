@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from audit import continuation_report as render
 from audit.continuation_facts import facts_of, frame_records
 from audit.continuation_harvest import BATCH_SCRIPTS, courses
@@ -54,7 +52,6 @@ class Run:
     found: Found | None = None
 
 
-@torch.inference_mode()  # nothing is differentiated: small calls cost a fifth less without the bookkeeping
 def check(options: Options) -> Run:
     """Audit a backend in the whole model. Raises InputError for a model or backend that cannot be loaded or refuses."""
     started = time.perf_counter()

@@ -111,7 +111,6 @@ def _play(task: Task, stack: Stack) -> Outcome:
     return play_cold(stack, task.scripts[0], native, fault=fault)
 
 
-@torch.inference_mode()  # nothing is differentiated: small calls cost a fifth less without the bookkeeping
 def work(task: Task, stack: Stack) -> Done:
     """Do a task in this process."""
     done = Done(task, os.getpid())
@@ -158,7 +157,6 @@ def _work(task: bytes) -> Done:
     return work(pickle.loads(task), _stack)
 
 
-@torch.inference_mode()
 def _harvest(plan: Sequence[Course], texts: Sequence[Sequence[int]]) -> list[Script]:
     assert _stack is not None
     return harvest(_stack, plan, texts)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from audit.cases import Case, CaseSpec
@@ -147,7 +146,6 @@ class Known:
         return self._vectors[key]
 
 
-@torch.inference_mode()  # nothing is differentiated: small calls cost a fifth less without the bookkeeping
 def diagnose_surface(
     make: Callable[[], Any], surface: str, specs: Sequence[CaseSpec], known: Sequence[Known] = ()
 ) -> Diagnosis | None:

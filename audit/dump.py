@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from audit.dump_controls import Controls
 from audit.dump_judge import DUMP_CHECKS, DumpJudge, judged_dump
 from audit.environment import environment
@@ -70,7 +68,6 @@ def records(files: list[Path]) -> Iterator[CycleRecord]:
         yield read_record(path)
 
 
-@torch.inference_mode()  # nothing is differentiated: small calls cost a fifth less without the bookkeeping
 def judge_dump(options: DumpOptions) -> Report:
     """Judge a recording. Raises InputError for files that are unusable and a backend that cannot be loaded."""
     started, files = time.perf_counter(), dump_files(options.folder)

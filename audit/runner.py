@@ -35,12 +35,10 @@ def _start(backend: str, threads: int) -> None:
     _worker_backend = load_backend(backend)
 
 
-@torch.inference_mode()
 def _work(spec: CaseSpec, arm: str) -> CaseResult:
     return audit_case(_worker_backend, spec, "cpu", arm=arm)
 
 
-@torch.inference_mode()  # nothing is differentiated: small calls cost a fifth less without the bookkeeping
 def run_cases(
     backend: str,
     specs: Sequence[CaseSpec],

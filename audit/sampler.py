@@ -172,7 +172,6 @@ def _first_of_kind(cases: Sequence[CapturedCase]) -> list[CapturedCase]:
     return [next(case for case in cases if _is_fixed(case) == kind) for kind in {_is_fixed(case) for case in cases}]
 
 
-@torch.inference_mode()  # nothing is differentiated: small calls cost a fifth less without the bookkeeping
 def _work(task: Task) -> Any:
     try:
         return summed_controls() if isinstance(task, _SummedControls) else _JOBS[type(task)](task)

@@ -9,14 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from audit import suite
-from audit.component import audit_case
 from audit.families import SHAPES, micro_cases
 from audit.runner import default_workers, run_cases
 from audit.suite import Options
-from lumotree.backends.loader import load_backend
 from lumotree.errors import BackendError, EnvelopeError, InputError
 
 INSTANCES = 14
@@ -305,24 +302,6 @@ def test_the_reproduction_command_carries_all_that_chooses_the_case() -> None:
         "lumotree-audit check --backend 'my mod:K' --seed 9 --shape micro --sets 3 --instances 60 --device cuda "
         "--graph --only {case}"
     )
-
-
-@pytest.mark.parametrize("name", ["torch", "bank", "specla"])
-def test_a_run_is_in_inference_mode_and_finds_what_is_found_outside_of_it(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (spec,) = [s for s in micro_cases("heldout", 1) if s.id.endswith("/size/9")]
-    modes = []
-
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        modes.append(torch.is_inference_mode_enabled())
-        return audit_case(*args, **kwargs)
-
-    monkeypatch.setattr("audit.runner.audit_case", watched)
-    (inside,) = run_cases(name, [spec], workers=0)
-    outside = audit_case(load_backend(name), spec)
-    assert modes == [True] and not torch.is_inference_mode_enabled()
-    assert (inside.tallies, inside.outcomes, inside.reach) == (outside.tallies, outside.outcomes, outside.reach)
 
 
 def test_worker_processes_give_the_same_results_in_the_same_order() -> None:
