@@ -117,7 +117,7 @@ def _one(name: str, backend: Any, options: Options, ceilings: Ceilings) -> Outco
     done = Outcome(name)
     try:
         shape = fitting_shape(SHAPES[options.shape], backend.contract)
-        done = _accuracy(name, backend, _audit(backend, shape, options), shape)
+        done = _accuracy(name, backend, _audit(name, backend, shape, options), shape)
         if getattr(backend, "interpreted", False) and not on_gpu(options.device):
             return replace(done, refused="interpreted here: a speed would be the interpreter's")
         return _time(done, backend, shape, options, ceilings)
@@ -144,12 +144,12 @@ def _layers(options: Options) -> int:
     return options.layers or (GPU_LAYERS if on_gpu(options.device) else 1)
 
 
-def _audit(backend: Any, shape: Shape, options: Options) -> Tallies:
+def _audit(name: str, backend: Any, shape: Shape, options: Options) -> Tallies:
     tallies = Tallies()
     for spec in units(shape, "heldout", options.seed, sets=1, instances=options.units):
         tallies.merge(audit_case(backend, replace(spec, control=False), options.device).tallies)
     if not all(tallies[check].cells for check in _DERIVED):
-        raise InputError(f"{backend.name}: the component audit saw no cell of gdn")
+        raise InputError(f"{name}: the component audit saw no cell of gdn")
     return tallies
 
 
@@ -170,14 +170,14 @@ def _accuracy(name: str, backend: Any, tallies: Tallies, shape: Shape) -> Outcom
     )
 
 
-def _fitted(backend: Any, shape: Shape, options: Options) -> tuple[Timed, int, str]:
+def _fitted(name: str, backend: Any, shape: Shape, options: Options) -> tuple[Timed, int, str]:
     """What is timed, how often, and what to say of it. A slow eager backend is timed fewer times and, unless --layers
     asks for them, on fewer layers."""
     unit = units(shape, "heldout", options.seed, sets=1, instances=1)[0]
 
     def on(layers: int) -> Timed:
         spec = replace(
-            unit, id=f"bench/{backend.name}", dims=replace(unit.dims, layers=layers),
+            unit, id=f"bench/{name}", dims=replace(unit.dims, layers=layers),
             trees=unit.trees * options.batch, prefixes=unit.prefixes * options.batch, unit=False, control=False,
         )  # fmt: skip
         return Timed(backend, Case(spec, backend.contract, options.device), options.device)
@@ -196,7 +196,7 @@ def _fitted(backend: Any, shape: Shape, options: Options) -> tuple[Timed, int, s
 
 
 def _time(audited: Outcome, backend: Any, shape: Shape, options: Options, ceilings: Ceilings) -> Outcome:
-    timed, repeat, note = _fitted(backend, shape, options)
+    timed, repeat, note = _fitted(audited.backend, backend, shape, options)
     dims, rows = timed.case.dims, timed.width
     verify, publish = timed.clocks(rows, repeat)
     lengths = sorted({1, (rows + 1) // 2, rows})

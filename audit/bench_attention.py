@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from audit.arguments import positive
+from audit.arguments import natural, positive
 from audit.bench_attention_rivals import GROUPS, Rival, parse_shape, rivals
 from audit.bench_attention_work import Plan, Workload, errors
 from audit.bench_time import Ceilings, Clock, clock, measure_ceilings, on_gpu
@@ -222,7 +222,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--probs", type=_words(VARIANTS["probs"]), default=VARIANTS["probs"], help="default fp32,bf16")
     top.add_argument("--only", type=_words(GROUPS), default=GROUPS, help=f"kernels (default {','.join(GROUPS)})")
     top.add_argument("--seconds", type=positive, default=90, help="start nothing after so many seconds (default 90)")
-    top.add_argument("--seed", type=int, default=1, help="seed of every draw (default 1)")
+    top.add_argument("--seed", type=natural, default=1, help="seed of every draw (default 1)")
     top.add_argument("--dry-run", action="store_true", help="smallest shapes, to see that everything works")
     return top
 

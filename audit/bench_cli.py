@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from audit.arguments import positive
+from audit.arguments import natural, positive
 
 
 def register(commands: Any) -> None:
@@ -29,7 +29,7 @@ def register(commands: Any) -> None:
     bench.add_argument("--layers", type=positive, default=None, help="layers timed (default 48 on a GPU, fewer "
                        "for an eager backend that takes over a second for them; 1 on a CPU)")  # fmt: skip
     bench.add_argument("--units", type=positive, default=1, help="audited layer instances (default 1)")
-    bench.add_argument("--seed", type=int, default=1, help="seed of every draw (default 1)")
+    bench.add_argument("--seed", type=natural, default=1, help="seed of every draw (default 1)")
     bench.add_argument("--report", default=None, metavar="DIR", help="write bench.json, bench.md and bench.svg there")
     bench.add_argument("--replay", action="store_true", help="instead: when does replay pay against a bank of states "
                        "and deferred factors? Takes --device, --shape, --layers, --repeat and --report")  # fmt: skip

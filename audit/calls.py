@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Sequence
+from dataclasses import is_dataclass
 from typing import Any
+
+from torch import Tensor
 
 from lumotree.errors import ANYTHING, BackendError, InputError
 
@@ -11,8 +15,9 @@ from lumotree.errors import ANYTHING, BackendError, InputError
 def call(backend: Any, method: str, case: str, *args: Any) -> Any:
     """Call a method of the backend. Refusals (InputError) pass; anything else becomes a BackendError naming the method,
     the case and the line that raised, also an exit: a kernel that ends the run has passed nothing."""
+    lent = _lent(args)
     try:
-        return getattr(backend, method)(*args)
+        result = getattr(backend, method)(*args)
     except InputError:
         raise
     except ANYTHING as error:
@@ -20,3 +25,18 @@ def call(backend: Any, method: str, case: str, *args: Any) -> Any:
         raise BackendError(
             f"case {case}: {method} raised {type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
         ) from error
+    if (name := next((n for n, t, where in lent if t.data_ptr() != where), None)) is not None:
+        raise BackendError(
+            f"case {case}: {method} put other memory behind {name}, expected values written in place: "
+            "an engine, and a captured graph, read at the old address"
+        )
+    return result
+
+
+def _lent(args: Sequence[Any]) -> list[tuple[str, Tensor, int]]:
+    """Tensors among the arguments and their fields, and where their memory is. A workspace is the backend's own."""
+    named = [(f"argument {i}", a) for i, a in enumerate(args) if isinstance(a, Tensor)]
+    for part in args:
+        if is_dataclass(part) and not isinstance(part, type):
+            named += [(name, value) for name, value in vars(part).items() if isinstance(value, Tensor)]
+    return [(name, tensor, tensor.data_ptr()) for name, tensor in named]

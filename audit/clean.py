@@ -15,7 +15,7 @@ from audit.component import audit_case
 from audit.environment import environment
 from audit.families import DIMS_MICRO_EXACT
 from audit.fault_matrix import exact_interval
-from audit.metamorphic import RELATIONS
+from audit.metamorphic import RELATIONS, Relation
 from audit.processes import one_thread, pooled
 from audit.render.progress import Progress
 from audit.report import Check, Finding, Report, decide
@@ -152,9 +152,16 @@ def _one(found: Clean, backend: Any, spec: CaseSpec, number: int, relations: boo
         for relation in RELATIONS.values():
             if not relation.why_not(backend):
                 found.relations += 1
-                failed += [f.check for f in relation.run(backend, number)]
+                failed += _broken(relation, backend, number)
     if failed:
         found.alarms.append((number, ", ".join(failed)))
+
+
+def _broken(relation: Relation, backend: Any, number: int) -> list[str]:
+    try:
+        return [f.check for f in relation.run(backend, number)]
+    except InputError as refusal:
+        return [f"refused under {relation.name}: {refusal}"]
 
 
 def run_clean(

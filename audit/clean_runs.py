@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from scipy import stats
 
+from audit.arguments import natural
 from audit.environment import environment
 from audit.montecarlo import run_step, stream_seed
 from audit.rule_law import Floats, Ints, RuleLaw, multi_round_law
@@ -272,8 +273,8 @@ def as_markdown(found: CleanRuns, command: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run and write `OUT.json` and `OUT.md`; 0 if the counts agree, 1 if not."""
     parser = argparse.ArgumentParser(prog="python -m audit.clean_runs", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--runs", type=int, default=1_000)
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--runs", type=natural, default=1_000)
+    parser.add_argument("--seed", type=natural, default=1)
     parser.add_argument("--out", type=Path, default=Path("reports/clean-runs"))
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)

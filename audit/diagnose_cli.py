@@ -12,7 +12,7 @@ from audit.arguments import natural
 def register(commands: Any) -> None:
     """Add the command to the parser of `lumotree-audit`."""
     sub = commands.add_parser("diagnose", help="name the known defect that a failing kernel looks like")
-    sub.add_argument("--backend", default="torch", help="built-in name, entry point, or module:object")
+    sub.add_argument("--backend", default=None, help="built-in name, entry point, or module:object (default torch)")
     sub.add_argument("--seed", type=natural, default=1, help="seed of the small cases (default 1)")
     sub.add_argument("--surface", action="append", default=[], choices=("gdn", "conv", "attention"),
                      help="this surface alone (repeatable)")  # fmt: skip
@@ -28,12 +28,18 @@ def register(commands: Any) -> None:
 
 def run(args: argparse.Namespace, command: str) -> int:
     """0 if no small case fails, 1 if one does, whatever its defect; with --evaluate as any report."""
-    if args.evaluate:
-        return _evaluate(args, command)
     from lumotree.errors import InputError
 
-    if args.faults:
-        raise InputError("diagnose: --faults chooses what --evaluate measures, expected --evaluate N with it")
+    given = {"--backend": args.backend, "--only": args.only, "--surface": args.surface} if args.evaluate else {
+        "--faults": args.faults, "--report": args.report, "--workers": args.workers}  # fmt: skip
+    for option, value in given.items():
+        if value not in (None, []):
+            without = "does not go with --evaluate, which measures our own kernels" if args.evaluate else (
+                "says how --evaluate measures, expected --evaluate N with it")  # fmt: skip
+            raise InputError(f"diagnose: {option} {without}")
+    if args.evaluate:
+        return _evaluate(args, command)
+    args.backend = args.backend or "torch"
 
     from audit.diagnose import diagnose
     from audit.processes import one_thread

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from audit.arguments import natural
 from audit.environment import environment
 from audit.fault_matrix import Plan, Row, run_matrix
 from audit.fault_report import to_report
@@ -63,8 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the matrix on each named backend and add its line; 1 if a verdict was not PASS. Raises InputError."""
     parser = argparse.ArgumentParser(prog="python -m audit.fault_backends", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("backends", nargs="+")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--seed", type=natural, default=1)
+    parser.add_argument("--workers", type=natural, default=0)
     parser.add_argument("--out", type=Path, default=Path("reports/faults/backends.md"))
     options = parser.parse_args(arguments)
     wrong = False

@@ -12,7 +12,7 @@ import re
 import shlex
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -236,21 +236,13 @@ def _relations(options: FuzzOptions, backend: Any) -> tuple[list[Check], list[Fi
 
 def _asked(relation: Relation, backend: Any, seed: int, options: FuzzOptions) -> list[Finding]:
     """What breaks a relation. It makes legal calls alone: a backend that refuses one is wrong, as in a program."""
+    name = relation.name
+    words = ["--backend", options.backend, "--shape", options.shape, "--relation", name, "--seed", str(seed)]
+    command = shlex.join(["lumotree-audit", "fuzz", *words])
     try:
-        return relation.run(backend, seed, options.dims, options.backend)
+        return [replace(f, reproduce=command) for f in relation.run(backend, seed, options.dims)]
     except InputError as refusal:
-        words = [
-            "lumotree-audit",
-            "fuzz",
-            "--backend",
-            options.backend,
-            "--relation",
-            relation.name,
-            "--seed",
-            str(seed),
-        ]
-        case = f"relation/{relation.name}/{seed}"
-        return [Finding(f"refused.{relation.name}", case, shlex.join(words), got=str(refusal))]
+        return [Finding(f"refused.{name}", f"relation/{name}/{seed}", command, got=str(refusal))]
 
 
 def _relation_seeds(options: FuzzOptions) -> list[int]:

@@ -19,6 +19,7 @@ from audit.fuzz_driver import Driver
 from audit.fuzz_judge import MismatchError
 from audit.fuzz_program import Program, make
 from audit.world import World
+from faults import Faulty
 from lumotree.contract import Contract, Dims
 
 #: Most requests that live at a time, and most rows of a tree behind its root.
@@ -303,7 +304,7 @@ class Programs(RuleBasedStateMachine):
         """Add up."""
         if hasattr(self, "driver"):
             self.ledger.by.update(self.driver.judge.by)
-        self.ledger.changed |= bool(getattr(self.backend, "changed", None))
+        self.ledger.changed |= isinstance(self.backend, Faulty) and bool(self.backend.changed)
 
 
 def machine(make_backend: Callable[[], Any], dims: Dims, ledger: Ledger) -> type[Programs]:

@@ -93,12 +93,19 @@ def items_of(nest: Any) -> list[tuple[Any, Any]] | None:
 
 
 def tensors_of(nest: Any, name: str = "") -> dict[str, Tensor]:
-    """Every tensor in a nest of dataclasses, dicts, lists, tuples and plain objects, by dotted name."""
+    """Every tensor in a nest of dataclasses, dicts, lists, tuples and plain objects, by dotted name.
+
+    What is met again within itself is passed over: nodes of a tree that point at their parents make a cycle.
+    """
+    return _tensors_of(nest, name, ())
+
+
+def _tensors_of(nest: Any, name: str, above: tuple[int, ...]) -> dict[str, Tensor]:
     if isinstance(nest, Tensor):
         return {name: nest}
     found: dict[str, Tensor] = {}
-    for key, value in items_of(nest) or ():
-        found |= tensors_of(value, f"{name}.{key}" if name else str(key))
+    for key, value in () if id(nest) in above else items_of(nest) or ():
+        found |= _tensors_of(value, f"{name}.{key}" if name else str(key), (*above, id(nest)))
     return found
 
 
@@ -134,11 +141,21 @@ class Snapshot:
         for nest, items in self._structure:
             _refill(nest, items)
         for name, tensor in self._live.items():
-            tensor.copy_(self._saved[name])
+            with torch.no_grad():  # a parameter may be in a workspace
+                _once(tensor).copy_(_once(self._saved[name], tensor))
 
     def saved(self, name: str) -> Tensor:
         """The value at the time of the snapshot."""
         return self._saved[name]
+
+
+def _once(tensor: Tensor, like: Tensor | None = None) -> Tensor:
+    """A view without the repetitions of `like` (of the tensor itself unless given): an expanded number is one number in
+    memory and cannot be written many times at once."""
+    kind = tensor if like is None else like
+    if kind.layout != torch.strided or 0 not in kind.stride():
+        return tensor
+    return tensor[tuple(slice(0, 1) if step == 0 else slice(None) for step in kind.stride())]
 
 
 def _refill(nest: Any, items: list[tuple[Any, Any]]) -> None:

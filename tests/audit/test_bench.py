@@ -167,6 +167,21 @@ def test_peers_that_are_not_installed_are_named(monkeypatch: pytest.MonkeyPatch)
     assert found.refused.startswith("not installed: backend 'nobody' is unknown")
 
 
+def test_a_backend_is_called_what_the_user_called_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "nameless.py").write_text(
+        "from faults import Faulty\nfrom lumotree.backends.torch_backend import TorchBackend\n"
+        "class Kernel(Faulty):\n    def __init__(self):\n        super().__init__(TorchBackend())\n\n"
+        "    def __getattr__(self, name):\n"
+        "        if name == 'name':\n            raise AttributeError(name)\n"
+        "        return super().__getattr__(name)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main(["bench", "--shape", "micro", "--backends", "nameless:Kernel", "--repeat", "1"]) == 0
+    assert "nameless:Kernel" in capsys.readouterr().out
+
+
 def test_a_backend_without_what_is_timed_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,7 +14,7 @@ from audit.clean import Clean, clean_cases, draw_contract, draw_spec, run_clean,
 from faults import CATALOGUE
 from lumotree.backends.loader import load_backend
 from lumotree.contract import Contract
-from lumotree.errors import BackendError
+from lumotree.errors import BackendError, InputError
 
 BACKENDS = ("torch", "reference", "bank", "split_k", "sqrt_norm", "kv_layout", "wy")
 
@@ -67,6 +67,15 @@ def test_a_wrong_kernel_and_a_refusal_are_alarms(monkeypatch: Any) -> None:
 
     monkeypatch.setattr(clean, "load_backend", refusing)
     assert clean_cases("torch", 1, [3]).alarms == [(3, "no")]
+
+
+def test_a_refusal_under_a_relation_is_an_alarm(monkeypatch: Any) -> None:
+    def shy(self: Any, *args: Any) -> list[Any]:
+        raise InputError("not today")
+
+    monkeypatch.setattr("audit.metamorphic.Relation.run", shy)
+    ((number, note),) = clean_cases("torch", 1, [0]).alarms
+    assert number == 0 and "refused under chain: not today" in note
 
 
 def test_no_case_is_inconclusive_and_the_bound_is_exact() -> None:

@@ -209,8 +209,22 @@ def test_an_evaluation_may_be_of_some_faults_under_all_hypotheses(capsys: Any) -
     assert "diagnosis  2 cells judged" in out and "gdn not covered" in out
     assert cli.main(["diagnose", "--evaluate", "1", "--faults", "taps_reversed", "--faults", "no_such"]) == 2
     assert "no fault's id contains 'no_such'" in capsys.readouterr().err
-    assert cli.main(["diagnose", "--faults", "taps_reversed"]) == 2
-    assert "expected --evaluate N with it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--faults", "taps_reversed"], "--faults says how --evaluate measures, expected --evaluate N with it"),
+        (["--workers", "0"], "--workers says how --evaluate measures"),
+        (["--report", "out"], "--report says how --evaluate measures"),
+        (["--evaluate", "1", "--backend", "no:such"], "--backend does not go with --evaluate"),
+        (["--evaluate", "1", "--only", "nope"], "--only does not go with --evaluate"),
+        (["--evaluate", "1", "--surface", "gdn"], "--surface does not go with --evaluate"),
+    ],
+)
+def test_options_that_would_be_passed_over_are_refused(words: list[str], message: str, capsys: Any) -> None:
+    assert cli.main(["diagnose", *words]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_the_command_prints_the_name_and_ends_with_1(capsys: Any, monkeypatch: Any, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -664,6 +665,20 @@ def test_a_legal_call_that_is_refused_breaks_the_relation(broken: Path) -> None:
         assert report.verdict == "FAIL" and [c.status for c in report.checks] == ["fail", "fail"]
         assert {f.check for f in report.findings} == {"refused.alone", "refused.chain"}
         assert words in str(report.findings[0].got) and "--relation alone --seed 1" in report.findings[0].reproduce
+
+
+def test_the_command_of_a_broken_relation_finds_it_again(broken: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (broken / "fuzz_wide.py").write_text(
+        "from lumotree.backends.torch_backend import TorchBackend\n\n"
+        "class Kernel(TorchBackend):\n"
+        "    changed = __import__('torch').zeros(4)\n\n"  # a name of ours that means nothing on a stranger's kernel
+        "    def conv_verify(self, ops, pool, batch, ws, out, layer):\n"
+        "        super().conv_verify(ops, pool, batch, ws, out, layer)\n"
+        f"        out += out.shape[-1] > {fuzzing.SHAPES['nano'].conv_channels}\n"
+    )
+    found = fuzz(FuzzOptions("fuzz_wide:Kernel", relations=("chain",), shape="micro")).report.findings
+    assert cli.main(shlex.split(found[0].reproduce)[1:]) == 1
+    assert cli.main(["fuzz", "--backend", "fuzz_wide:Kernel", "--examples", "5", "--workers", "0"]) in (0, 3)
 
 
 def test_a_relation_that_no_wrong_backend_breaks_is_inconclusive(broken: Path, monkeypatch: pytest.MonkeyPatch) -> None:

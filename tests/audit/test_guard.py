@@ -97,3 +97,39 @@ def test_restore_writes_back_in_place() -> None:
     before.restore()
     assert before.changed() == [] and x.tolist() == [0, 1, 2, 3] and x.data_ptr() == address
     assert before.saved("0").tolist() == [0, 1, 2, 3]
+
+
+class Node:
+    """A node that knows its parent and its children, as those of a tree do."""
+
+    def __init__(self, parent: Node | None) -> None:
+        self.parent, self.value = parent, torch.zeros(3)
+        self.children = [] if parent is not None else [Node(self), Node(self)]
+
+
+def test_a_workspace_that_points_at_itself_is_followed_once() -> None:
+    root = Node(None)
+    ws: dict[str, object] = {"tree": root, "same": root.children[0], "count": torch.ones(2)}
+    ws["me"] = ws
+    assert {n for n in tensors_of(ws) if not n.startswith("same.parent")} >= {
+        "tree.value", "tree.children.0.value", "tree.children.1.value", "same.value", "count"
+    }  # fmt: skip
+    kept = Snapshot(ws)
+    root.children[1].value += 1
+    assert any("children.1.value" in name for name in kept.changed())
+    kept.restore()
+    assert not kept.changed() and not root.children[1].value.any()
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.ones(1).expand(7), torch.ones(2, 1).expand(2, 3), torch.nn.Parameter(torch.ones(3)), torch.ones(())],
+    ids=["expanded", "expanded in one", "parameter", "scalar"],
+)
+def test_whatever_a_workspace_holds_is_put_back(tensor: torch.Tensor) -> None:
+    kept = Snapshot({"x": tensor})
+    with torch.no_grad():
+        tensor.as_strided((1,), (1,)).fill_(5.0)
+    assert kept.changed() == ["x"]
+    kept.restore()
+    assert not kept.changed() and bool((tensor == 1).all())
