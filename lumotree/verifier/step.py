@@ -31,7 +31,7 @@ from lumotree.contract import Contract
 #: Slices from which on, if their number is odd, they are added one by one.
 FEW = 8
 # Numbers as tensors: torch makes one of a Python number in every call, which costs more than small rows do.
-_NORM_EPS, _LINEAR_ABOVE, ONE = (torch.tensor(x, dtype=torch.float32) for x in (1e-6, 20.0, 1.0))
+_NORM_EPS, _LINEAR_ABOVE, ONE = (torch.tensor(x, dtype=torch.float32, device="cpu") for x in (1e-6, 20.0, 1.0))
 
 #: Sum of a tile over its second-last dimension; may destroy the tile.
 Reduce = Callable[[Tensor], Tensor]
@@ -125,7 +125,7 @@ def normalise(x: Tensor, form: str) -> Tensor:
 @lru_cache(maxsize=64)
 def inverse_root(n: int) -> Tensor:
     """fp32 `n^-1/2`, a number."""
-    return torch.tensor(n**-0.5, dtype=torch.float32)
+    return torch.tensor(n**-0.5, dtype=torch.float32, device="cpu")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from lumotree.contract import DIMS_27B, DIMS_TINY, Contract, Dims
 from lumotree.verifier import gdn
 from lumotree.verifier.gdn import TILE, Scratch, replay, replay_layers, tiles
 from lumotree.verifier.lanes import Lane
-from lumotree.verifier.step import Operands, Reduce, halve, halve_rows, prepare, step
+from lumotree.verifier.step import Operands, Reduce, halve, halve_rows, inverse_root, prepare, step
 
 DK60 = replace(DIMS_TINY, dk=60, dv=7)
 
@@ -199,3 +199,10 @@ def test_layers_are_replayed_together_where_a_tile_has_room(monkeypatch: pytest.
         lanes = [Lane((0,), -1, 0), Lane((1,), -1, 1)]
         replay_layers(lambda layer, ops=ops: ops, pool, range(3), lanes, [0, 1], Contract(), Scratch())
         assert asked == want
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_numbers_that_are_kept_do_not_depend_on_the_default_device_of_their_first_use(device: str) -> None:
+    inverse_root.cache_clear()
+    with torch.device(device):
+        assert inverse_root(64).device.type == "cpu" and float(inverse_root(64)) == 0.125
