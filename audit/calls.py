@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from dataclasses import is_dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from lumotree.contract import Dims
 from lumotree.errors import ANYTHING, BackendError, InputError
+from lumotree.state import State
 
 
 def call(backend: Any, method: str, case: str, *args: Any) -> Any:
@@ -40,3 +43,17 @@ def _lent(args: Sequence[Any]) -> list[tuple[str, Tensor, int]]:
         if is_dataclass(part) and not isinstance(part, type):
             named += [(name, value) for name, value in vars(part).items() if isinstance(value, Tensor)]
     return [(name, tensor, tensor.data_ptr()) for name, tensor in named]
+
+
+def canonical(state: Any, dims: Dims, case: str) -> State:
+    """What `export` returned. Raises BackendError when it does not have the canonical form."""
+    want = {
+        "recurrent": (torch.float32, (dims.hv, dims.dv, dims.dk)),
+        "conv": (torch.bfloat16, (dims.conv_channels, dims.conv_width - 1)),
+    }
+    for name, (dtype, shape) in want.items():
+        got = getattr(state, name, None)
+        if not isinstance(got, Tensor) or got.dtype != dtype or got.shape != shape:
+            found = f"{got.dtype} {list(got.shape)}" if isinstance(got, Tensor) else type(got).__name__
+            raise BackendError(f"case {case}: export returned {name} {found}, expected {dtype} {list(shape)}")
+    return State(state.recurrent, state.conv)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from audit.calls import call
+from audit.calls import call, canonical
 from audit.guard import poison_
 from audit.slab import Slab
 from audit.world import BF16, Draws, Past, World, is_row, operand_shape
@@ -219,8 +219,8 @@ class Engine:
     def export(self, key: int, layer: int) -> State:
         """Canonical state of a request."""
         slot = self.requests[key].slot
-        state: State = call(self.backend, "export", self.where, self.pools, self.ws, slot, layer)
-        return state
+        state = call(self.backend, "export", self.where, self.pools, self.ws, slot, layer)
+        return canonical(state, self.world.dims, self.where)
 
     # Steps
 

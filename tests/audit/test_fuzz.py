@@ -30,7 +30,7 @@ from audit.relation_controls import relation_control
 from audit.slab import Slab
 from audit.world import DIMS_NANO, World
 from faults import CATALOGUE
-from lumotree.backends.loader import load_backend
+from lumotree.backends.loader import backend_maker, load_backend
 from lumotree.backends.protocol import Accepted, Batch, complete_surfaces
 from lumotree.backends.reference import ReferenceBackend, RowMath
 from lumotree.backends.torch_backend import TorchBackend
@@ -665,6 +665,31 @@ def test_a_legal_call_that_is_refused_breaks_the_relation(broken: Path) -> None:
         assert report.verdict == "FAIL" and [c.status for c in report.checks] == ["fail", "fail"]
         assert {f.check for f in report.findings} == {"refused.alone", "refused.chain"}
         assert words in str(report.findings[0].got) and "--relation alone --seed 1" in report.findings[0].reproduce
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ("None", "export returned recurrent NoneType, expected torch.float32"),
+        ("(state.recurrent, state.conv)", "export returned recurrent NoneType"),
+        ("replace(state, recurrent=state.recurrent.mT)", "export returned recurrent torch.float32 ["),
+        ("replace(state, conv=state.conv.float())", "export returned conv torch.float32"),
+        ("replace(state, conv=state.conv.float().numpy())", "export returned conv ndarray"),
+    ],
+)
+def test_an_export_of_another_form_is_a_finding(returned: str, message: str, broken: Path) -> None:
+    (broken / "fuzz_form.py").write_text(
+        "from dataclasses import replace\nfrom lumotree.backends.torch_backend import TorchBackend\n\n"
+        "class Kernel(TorchBackend):\n    def export(self, *args):\n"
+        f"        state = super().export(*args)\n        return {returned}\n"
+    )
+    sys.modules.pop("fuzz_form", None)
+    kernel = backend_maker("fuzz_form:Kernel")
+    wrong = Program(World(), [("admit", (0, 2), {}), ("save", (), {}), ("verify", ({0: [-1]},), {}),
+                              ("accept", ({0: 0},), {})]).run(kernel(), kernel())  # fmt: skip
+    assert wrong is not None and wrong.surface == "refused" and message in str(wrong)
+    report = fuzz(FuzzOptions("fuzz_form:Kernel", relations=("chain",))).report
+    assert report.verdict == "FAIL" and message in str(report.findings[0].got)
 
 
 def test_the_command_of_a_broken_relation_finds_it_again(broken: Path, capsys: pytest.CaptureFixture[str]) -> None:
