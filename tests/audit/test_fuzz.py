@@ -602,7 +602,8 @@ def test_a_broken_relation_fails_the_run(broken: Path) -> None:
     report = fuzz(FuzzOptions("fuzz_nudged:Kernel", relations=("alone", "chain"))).report
     status = {c.id: c.status for c in report.checks}
     assert status == {"relation.alone": "fail", "relation.chain": "pass"} and report.verdict == "FAIL"
-    assert report.findings[0].reproduce == "lumotree-audit fuzz --backend fuzz_nudged:Kernel --relation alone --seed 1"
+    words = "--backend fuzz_nudged:Kernel --shape nano --relation alone --seed 1"
+    assert report.findings[0].reproduce == f"lumotree-audit fuzz {words}"
 
 
 @pytest.mark.parametrize("name", RELATIONS)
