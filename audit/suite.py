@@ -188,17 +188,8 @@ def _named(run: Run, options: Options, surfaces: Sequence[str]) -> Run:
         return replace(run, report=replace(run.report, warnings=(*run.report.warnings, note)))
     if not found:
         case = next((f.case for f in run.report.findings), "CASE")
-        words = [
-            "lumotree-audit",
-            "diagnose",
-            "--backend",
-            options.backend,
-            "--seed",
-            str(options.seed),
-            "--only",
-            case,
-        ]
-        note = f"no diagnosis: no small case fails; ask for one that does: {shlex.join(words)}"
+        again = shlex.join(["--backend", options.backend, "--seed", str(options.seed), "--only", case])
+        note = f"no diagnosis: no small case fails; ask for one that does: lumotree-audit diagnose {again}"
         return replace(run, report=replace(run.report, warnings=(*run.report.warnings, note)))
     return replace(run, report=replace(run.report, diagnosis={"surfaces": [d.as_dict() for d in found]}))
 

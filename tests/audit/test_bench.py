@@ -167,17 +167,24 @@ def test_peers_that_are_not_installed_are_named(monkeypatch: pytest.MonkeyPatch)
     assert found.refused.startswith("not installed: backend 'nobody' is unknown")
 
 
+def write_kernel(folder: Path, monkeypatch: pytest.MonkeyPatch, module: str, methods: str = "", more: str = "") -> None:
+    """`module:Kernel`: our torch kernel with other methods, and `more` in its class."""
+    (folder / f"{module}.py").write_text(
+        "from faults import Faulty\nfrom lumotree.backends.torch_backend import TorchBackend\n"
+        f"class Kernel(Faulty):\n    def __init__(self):\n        super().__init__(TorchBackend(), {methods})\n{more}"
+    )
+    monkeypatch.syspath_prepend(str(folder))
+
+
 def test_a_backend_is_called_what_the_user_called_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "nameless.py").write_text(
-        "from faults import Faulty\nfrom lumotree.backends.torch_backend import TorchBackend\n"
-        "class Kernel(Faulty):\n    def __init__(self):\n        super().__init__(TorchBackend())\n\n"
-        "    def __getattr__(self, name):\n"
+    nameless = (
+        "\n    def __getattr__(self, name):\n"
         "        if name == 'name':\n            raise AttributeError(name)\n"
         "        return super().__getattr__(name)\n"
     )
-    monkeypatch.syspath_prepend(str(tmp_path))
+    write_kernel(tmp_path, monkeypatch, "nameless", more=nameless)
     assert main(["bench", "--shape", "micro", "--backends", "nameless:Kernel", "--repeat", "1"]) == 0
     assert "nameless:Kernel" in capsys.readouterr().out
 
@@ -185,12 +192,7 @@ def test_a_backend_is_called_what_the_user_called_it(
 def test_a_backend_without_what_is_timed_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "conv_alone.py").write_text(
-        "from faults import Faulty\nfrom lumotree.backends.torch_backend import TorchBackend\n"
-        "class Kernel(Faulty):\n    def __init__(self):\n"
-        "        super().__init__(TorchBackend(), gdn_verify=None, gdn_publish=None)\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
+    write_kernel(tmp_path, monkeypatch, "conv_alone", "gdn_verify=None, gdn_publish=None")
     monkeypatch.setattr(bench, "_one", lambda *args: pytest.fail("timed before all names were looked at"))
     assert main(["bench", "--shape", "micro", "--backends", "torch,conv_alone:Kernel"]) == 2
     assert "conv_alone:Kernel does not verify and publish gdn, which is what bench times" in capsys.readouterr().err
